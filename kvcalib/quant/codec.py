@@ -1,0 +1,90 @@
+"""Quantise and dequantise whole pages: the one definition that calibration, simulation and run time share.
+
+    u = (x - zero) / scale        outliers by rank        step, base over the inliers, fp16
+    c = nearest level of (u - base) / step                correction = u - u' at the outliers, fp16
+
+Shapes: x [..., P, H, D] with P = 32 tokens of one page.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from kvcalib.quant import codebook, ranges, sparse
+from kvcalib.quant.spec import PAGE, Tables, TensorSpec
+
+
+class Coded(NamedTuple):
+    """One or more pages of one tensor, before packing.
+
+    codes       uint8 [..., P, H, D]; for a tensor that is not quantised: fp16 u instead
+    step, base  fp16 [..., *range_shape], None for a static range
+    positions   int64 [..., n], ascending; corrections fp16 [..., n]; None without outliers
+    """
+
+    codes: torch.Tensor
+    step: torch.Tensor | None = None
+    base: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    corrections: torch.Tensor | None = None
+
+
+def normalise(x: torch.Tensor, spec: TensorSpec, tables: Tables) -> tuple[torch.Tensor, torch.Tensor, Coded]:
+    """x -> (v = what is compared with the levels, inlier mask or None, Coded without codes).
+
+    Calibration fits levels to v of the inliers; `quantise` encodes it. The factor from v back to x is
+    step * scale (step = 1 for a static range).
+    """
+    heads, dim = x.shape[-2:]
+    u = (x.float() - tables.zero) / tables.scale
+    positions = sparse.select(u, spec) if spec.outliers_per_page(heads, dim) else None
+    inlier = None if positions is None else sparse.inlier_mask(positions, heads, dim)
+    if spec.range == "static":
+        return u, inlier, Coded(u, positions=positions)
+    step, base = ranges.measure(u, inlier, spec, tables.levels.shape[-1])
+    wide = ranges.expand(step, spec, dim)
+    v = (u - ranges.expand(base, spec, dim)) / torch.where(wide == 0, 1.0, wide)
+    return v, inlier, Coded(u, step, base, positions)
+
+
+def quantise(x: torch.Tensor, spec: TensorSpec, tables: Tables) -> Coded:
+    """x [..., P, H, D], any float dtype."""
+    if not spec.quantised:
+        return Coded(x.half())
+    v, _, coded = normalise(x, spec, tables)
+    u, dense = coded.codes, coded._replace(codes=codebook.encode(v, tables.levels))
+    if coded.positions is None:
+        return dense
+    error = u - _dequantise_dense(dense, spec, tables)
+    return dense._replace(corrections=sparse.corrections(error, coded.positions))
+
+
+def dequantise(coded: Coded, spec: TensorSpec, tables: Tables) -> torch.Tensor:
+    """Inverse of `quantise` up to the quantisation error: fp32 [..., P, H, D]."""
+    if not spec.quantised:
+        return coded.codes.float()
+    u = _dequantise_dense(coded, spec, tables)
+    if coded.positions is not None:
+        u = sparse.merge(u, coded.positions, coded.corrections)
+    return u * tables.scale + tables.zero
+
+
+def simulate(x: torch.Tensor, spec: TensorSpec, tables: Tables) -> torch.Tensor:
+    """Quantise and dequantise [..., T, H, D] in pages from the first token on, as the cache would.
+
+    A last incomplete page is completed with copies of the last token, which leaves ranges as they are.
+    """
+    if not spec.quantised or x.shape[-3] == 0:
+        return x.float()
+    tokens = x.shape[-3]
+    index = torch.arange(-(-tokens // PAGE) * PAGE, device=x.device).clamp_max(tokens - 1)
+    pages = x.index_select(-3, index).unflatten(-3, (-1, PAGE))
+    return dequantise(quantise(pages, spec, tables), spec, tables).flatten(-4, -3)[..., :tokens, :, :]
+
+
+def _dequantise_dense(coded: Coded, spec: TensorSpec, tables: Tables) -> torch.Tensor:
+    v = codebook.decode(coded.codes, tables.levels)
+    if coded.step is None:
+        return v
+    dim = coded.codes.shape[-1]
+    return v * ranges.expand(coded.step, spec, dim) + ranges.expand(coded.base, spec, dim)

@@ -1,0 +1,67 @@
+"""Outliers of a page: which elements, and their fp16 corrections.
+
+A page always has the same number of outliers, chosen by rank, so that a page has a fixed size, ties never
+over-select, and a burst beyond the budget costs the elements nearest to the range first. Keys rank by |u|, the distance from
+the calibrated centre in units of the calibrated range; values by their deviation from the mean of their own token in
+units of its standard deviation, over the span that shares a range.
+
+An outlier stays in the dense codes (clamped to an end level) and stores correction = u - u', so the dense path of a
+kernel is untouched and a correction only ever adds.
+
+Positions number the elements of a page head by head, channel by channel, token by token:
+position = (head * D + channel) * 32 + token. They are sorted, so the outliers of a head (and of each half of
+its channels) are one run.
+"""
+
+import torch
+
+from kvcalib.quant.spec import PAGE, TensorSpec
+
+_FP16_MAX = torch.finfo(torch.float16).max
+
+
+def select(u: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """u fp32 [..., P, H, D] -> positions int64 [..., n], ascending."""
+    count = spec.outliers_per_page(u.shape[-2], u.shape[-1])
+    score = _by_position(_deviation(u, spec))
+    return score.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
+
+
+def inlier_mask(positions: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
+    """positions int64 [..., n] -> bool [..., P, H, D], False at the outliers."""
+    flat = torch.ones(*positions.shape[:-1], heads * dim * PAGE, dtype=torch.bool, device=positions.device)
+    return _from_position(flat.scatter_(-1, positions, False), heads, dim)
+
+
+def corrections(error: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """error = u - u' fp32 [..., P, H, D] -> fp16 [..., n]."""
+    return _by_position(error).gather(-1, positions).clamp(-_FP16_MAX, _FP16_MAX).half()
+
+
+def merge(dense: torch.Tensor, positions: torch.Tensor, correction: torch.Tensor) -> torch.Tensor:
+    """Adds the corrections to dense u' fp32 [..., P, H, D]."""
+    flat = _by_position(dense).scatter_add(-1, positions, correction.float())
+    return _from_position(flat, dense.shape[-2], dense.shape[-1])
+
+
+def row_pointers(positions: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
+    """positions [..., n] -> int64 [..., 2H + 1]: where each half head (channels below and from D/2) begins."""
+    edges = torch.arange(2 * heads + 1, device=positions.device) * (dim // 2 * PAGE)
+    return torch.searchsorted(positions.contiguous(), edges.expand(*positions.shape[:-1], -1).contiguous())
+
+
+def _deviation(u: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    if spec.range != "token":
+        return u.abs()
+    span = (-2, -1) if spec.scope == "layer" else -1
+    centred = u - u.mean(span, keepdim=True)
+    spread = centred.square().mean(span, keepdim=True).sqrt()
+    return centred.abs() / spread.clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def _by_position(x: torch.Tensor) -> torch.Tensor:
+    return x.movedim(-3, -1).flatten(-3)
+
+
+def _from_position(flat: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
+    return flat.unflatten(-1, (heads, dim, PAGE)).movedim(-1, -3)

@@ -1,0 +1,84 @@
+"""What a quantised tensor of the cache looks like: the description (spec) and its calibrated numbers (tables).
+
+A cached element x goes through three steps, each named by one field of `TensorSpec`:
+
+    frame    u  = (x - zero) / scale          zero, scale: calibrated, fp32, [H, D]
+    range    v  = (u - base) / step           nothing ("static"), or measured at run time and kept in fp16
+    levels   c  = index of the level nearest to v (tie: the lower one)
+
+and comes back as x' = (level[c] * step + base + correction) * scale + zero, where `correction` is non-zero for
+the sparse outliers only. H kv heads, D head dimension, P = 32 tokens per page.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import torch
+
+PAGE = 32
+"""Tokens per page: the unit in which tokens leave the full-precision window."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Format of the keys, or of the values, of every layer.
+
+    bits      1..8, or 16 for "not quantised" (levels="none")
+    levels    "uniform", "nuq" (fitted to the calibration text), "nf" (NormalFloat), "fp8" (e4m3), "none"
+    range     "static": the calibrated frame alone; "group": per channel and `group` tokens, at run time;
+              "token": per token, at run time, over `scope`
+    scope     span of a per-token range: "layer" (all heads), "head", or "channels" (`group` channels of a head)
+    rope      keys: quantised before ("pre") or after ("post") rotary embedding; values: "none"
+    outliers  share of the elements kept sparse in fp16
+    books     one table of levels per "layer" or per "head"
+    """
+
+    bits: int
+    levels: str
+    range: str
+    scope: str = "layer"
+    group: int = 32
+    rope: str = "none"
+    outliers: float = 0.0
+    books: str = "layer"
+
+    @property
+    def quantised(self) -> bool:
+        return self.levels != "none"
+
+    def outliers_per_page(self, heads: int, dim: int) -> int:
+        return round(self.outliers * PAGE * heads * dim) if self.quantised else 0
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """Format of a whole cache. window: recent tokens kept exact; sink: first tokens kept exact."""
+
+    key: TensorSpec
+    value: TensorSpec
+    window: int
+    sink: int
+
+    @property
+    def quantised(self) -> bool:
+        return self.key.quantised or self.value.quantised
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict) -> "CacheSpec":
+        key, value = TensorSpec(**data["key"]), TensorSpec(**data["value"])
+        return cls(key, value, data["window"], data["sink"])
+
+
+class Tables(NamedTuple):
+    """Calibrated numbers of one tensor of one layer.
+
+    zero, scale  fp32 [H, D], channels in the order of `rope.Rope`; scale > 0
+    levels       fp32 [1 or H, 2**bits at most], rows strictly increasing, every entry exact in bf16
+    """
+
+    zero: torch.Tensor
+    scale: torch.Tensor
+    levels: torch.Tensor
