@@ -50,7 +50,7 @@ def normalise(x: torch.Tensor, spec: TensorSpec, tables: Tables) -> tuple[torch.
 def quantise(x: torch.Tensor, spec: TensorSpec, tables: Tables) -> Coded:
     """x [..., P, H, D], any float dtype."""
     if not spec.quantised:
-        return Coded(x.half())
+        return Coded(((x.float() - tables.zero) / tables.scale).half())
     v, _, coded = normalise(x, spec, tables)
     u, dense = coded.codes, coded._replace(codes=codebook.encode(v, tables.levels))
     if coded.positions is None:
@@ -62,7 +62,7 @@ def quantise(x: torch.Tensor, spec: TensorSpec, tables: Tables) -> Coded:
 def dequantise(coded: Coded, spec: TensorSpec, tables: Tables) -> torch.Tensor:
     """Inverse of `quantise` up to the quantisation error: fp32 [..., P, H, D]."""
     if not spec.quantised:
-        return coded.codes.float()
+        return coded.codes.float() * tables.scale + tables.zero
     u = _dequantise_dense(coded, spec, tables)
     if coded.positions is not None:
         u = sparse.merge(u, coded.positions, coded.corrections)
