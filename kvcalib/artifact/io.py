@@ -1,0 +1,128 @@
+"""Write and read the artifact file; a half-written or foreign file never loads."""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from kvcalib.artifact.schema import TENSORS, VERSION, Artifact, LayerTables, json_safe, validate
+from kvcalib.errors import ArtifactError
+from kvcalib.quant.spec import CacheSpec, Tables
+
+FILE_NAME = "kvcalib.safetensors"
+_METADATA_KEY = "kvcalib"
+_FIELDS = ("zero", "scale", "levels")
+_HEADER = ("version", "spec", "layers", "model", "calibration", "settings", "summary")
+
+
+def save_artifact(artifact: Artifact, path: str | Path) -> Path:
+    """Validates, writes beside the target and renames, so that `path` is whole or absent."""
+    validate(artifact)
+    tensors = {}
+    for index, layer in artifact.layers.items():
+        for name in TENSORS:
+            zero, scale, levels = getattr(layer, name)
+            prefix = f"layers.{index}.{name}"
+            tensors[f"{prefix}.zero"] = zero.float().clone().contiguous()
+            tensors[f"{prefix}.scale"] = scale.float().clone().contiguous()
+            tensors[f"{prefix}.levels"] = levels.bfloat16().clone().contiguous()
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    save_file(tensors, partial, metadata={"format": "pt", _METADATA_KEY: json.dumps(_header(artifact), sort_keys=True)})
+    os.replace(partial, path)
+    return path
+
+
+def load_artifact(path: str | Path) -> Artifact:
+    """Reads and checks an artifact: a file, a folder that holds kvcalib.safetensors, or a hub id.
+
+    Raises ArtifactError with the path and the reason.
+    """
+    file = locate(path)
+    try:
+        with safe_open(file, framework="pt") as handle:
+            metadata = handle.metadata() or {}
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError) as error:
+        raise ArtifactError(f"{file} is not a readable safetensors file ({error})") from error
+    if _METADATA_KEY not in metadata:
+        raise ArtifactError(f"{file} is a safetensors file but not a kvcalib artifact (its header has no 'kvcalib' entry)")
+    artifact = _assemble(file, _parse_header(file, metadata[_METADATA_KEY]), tensors)
+    validate(artifact)
+    return artifact
+
+
+def locate(path: str | Path) -> Path:
+    """Local file, folder with the default file name, or a file fetched from the hub."""
+    local = Path(path).expanduser()
+    if local.is_dir():
+        local = local / FILE_NAME
+    if local.is_file():
+        return local
+    if str(path).count("/") != 1 or str(path).startswith((".", "/", "~")) or local.suffix:
+        raise ArtifactError(f"no artifact at {local}; export one with `python -m kvcalib stage=export`")
+    return _download(str(path))
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(hub_id, FILE_NAME))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ArtifactError(f"no folder {hub_id} here, and the hub did not give {hub_id}/{FILE_NAME} ({reason})") from error
+
+
+def _header(artifact: Artifact) -> dict:
+    return json_safe(
+        {
+            "version": artifact.version,
+            "spec": artifact.spec.to_dict(),
+            "layers": sorted(artifact.layers),
+            "model": artifact.model,
+            "calibration": artifact.calibration,
+            "settings": artifact.settings,
+            "summary": artifact.summary,
+        }
+    )
+
+
+def _parse_header(file: Path, text: str) -> dict:
+    try:
+        header = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ArtifactError(f"{file}: its header is damaged ({error})") from error
+    if not isinstance(header, dict) or "version" not in header:
+        raise ArtifactError(f"{file}: its header names no version")
+    if header["version"] != VERSION:
+        raise ArtifactError(
+            f"{file} has artifact version {header['version']}, this kvcalib reads version {VERSION}; export it again"
+        )
+    missing = [name for name in _HEADER if name not in header]
+    if missing:
+        raise ArtifactError(f"{file}: its header lacks {', '.join(missing)}")
+    return header
+
+
+def _assemble(file: Path, header: dict, tensors: dict[str, torch.Tensor]) -> Artifact:
+    expected = {f"layers.{i}.{t}.{f}" for i in header["layers"] for t in TENSORS for f in _FIELDS}
+    if expected != tensors.keys():
+        missing, extra = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
+        raise ArtifactError(f"{file}: missing tensors {missing[:4]}, unexpected tensors {extra[:4]}")
+    try:
+        spec = CacheSpec.from_dict(header["spec"])
+    except (TypeError, KeyError) as error:
+        raise ArtifactError(f"{file}: its quantiser spec is damaged ({error})") from error
+
+    def tables(index: int, name: str) -> Tables:
+        return Tables(*(tensors[f"layers.{index}.{name}.{field}"].float() for field in _FIELDS))
+
+    layers = {i: LayerTables(tables(i, "key"), tables(i, "value")) for i in header["layers"]}
+    rest = {name: header[name] for name in ("model", "calibration", "settings", "summary", "version")}
+    return Artifact(spec=spec, layers=layers, **rest)
