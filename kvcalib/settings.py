@@ -1,0 +1,299 @@
+"""Every key of the configuration, as plain dataclasses, and the checks that cross fields.
+
+Values live in `conf/*.yaml`; this file says which keys exist and which types they have. The
+command line merges the YAML into this schema, so a misspelt key or a wrong type is refused before
+anything runs. Choices are enums, because the merge then lists the allowed names. The classes are
+not frozen, because the merge fills them; everything below the pipeline treats them as read-only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from kvcalib.errors import ConfigError
+
+STAGES = ("collect", "fisher", "outliers", "codebooks", "export", "evaluate", "report")
+PAGE = 32
+MAX_OUTLIERS = 0.05
+
+
+class Device(str, Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Source(str, Enum):
+    hub = "hub"
+    gguf = "gguf"
+    random = "random"
+
+
+class Dtype(str, Enum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Order(str, Enum):
+    spread = "spread"
+    start = "start"
+    random = "random"
+
+
+class Levels(str, Enum):
+    uniform = "uniform"
+    nuq = "nuq"
+    nf = "nf"
+    fp8 = "fp8"
+    none = "none"
+
+
+class Range(str, Enum):
+    static = "static"
+    group = "group"
+    token = "token"
+
+
+class Scope(str, Enum):
+    layer = "layer"
+    head = "head"
+    channels = "channels"
+
+
+class Rope(str, Enum):
+    pre = "pre"
+    post = "post"
+    none = "none"
+
+
+class Books(str, Enum):
+    layer = "layer"
+    head = "head"
+
+
+class Solver(str, Enum):
+    kmeans = "kmeans"
+    exact = "exact"
+
+
+@dataclass
+class ModelSettings:
+    """Which weights. `path` (folder, .gguf file or hub id) overrides `source` for every option."""
+
+    name: str
+    source: Source
+    path: str | None
+    gguf_file: str | None
+    packages: list[str]
+    install: str | None
+    sha256: str | None
+    revision: str | None
+    dtype: Dtype
+    config: dict[str, Any]
+    window: int
+    context: int
+
+
+@dataclass
+class DataSettings:
+    """Which text, and how it is cut. `sample`: tokens per layer that the fit sees."""
+
+    name: str
+    path: str | None
+    eval_path: str | None
+    windows: int
+    length: int
+    order: Order
+    sample: int
+
+
+@dataclass
+class TensorSettings:
+    """Format of keys or values (the first eight) and how its levels are fitted (the rest)."""
+
+    bits: int
+    levels: Levels
+    range: Range
+    scope: Scope
+    group: int
+    rope: Rope
+    outliers: float
+    books: Books
+    fisher: bool
+    range_weight: bool
+    solver: Solver
+
+
+@dataclass
+class QuantSettings:
+    """Format of the cache; `window` recent and `sink` first tokens stay exact."""
+
+    name: str
+    key: TensorSettings
+    value: TensorSettings
+    window: int
+    sink: int
+
+
+@dataclass
+class StageSettings:
+    """Which stages run. Selects work, nothing else."""
+
+    run: list[str]
+    force: bool
+
+
+@dataclass
+class EvalSettings:
+    """What is measured on held-out text."""
+
+    windows: int
+    length: int
+    chunk: int
+    needle_lengths: list[int]
+    needle_depths: list[float]
+    needle_trials: int
+    sample_tokens: int
+    prompt: str | None
+
+
+@dataclass
+class Settings:
+    """The whole configuration of one run."""
+
+    name: str
+    runs_root: str
+    run_dir: str
+    seed: int
+    device: Device
+    threads: int | None
+    model: ModelSettings
+    data: DataSettings
+    quant: QuantSettings
+    stage: StageSettings
+    eval: EvalSettings
+
+
+def plain(value: Any) -> dict:
+    """A settings dataclass as nested dicts of JSON types (enums become their names)."""
+    return json.loads(json.dumps(asdict(value)))
+
+
+def absolute_paths(settings: Settings, launch: Path) -> Settings:
+    """Make every path absolute, relative to the directory the command was typed in."""
+    settings.runs_root = _absolute(settings.runs_root, launch)
+    settings.run_dir = _absolute(settings.run_dir, launch)
+    settings.data.path = _absolute(settings.data.path, launch)
+    settings.data.eval_path = _absolute(settings.data.eval_path, launch)
+    if settings.model.path and _is_local(settings.model.path, launch):
+        settings.model.path = _absolute(settings.model.path, launch)
+    return settings
+
+
+def _absolute(path: str | None, launch: Path) -> str | None:
+    return str((launch / Path(path).expanduser()).resolve()) if path else None
+
+
+def _is_local(path: str, launch: Path) -> bool:
+    """A folder or file rather than a hub id such as `meta-llama/Llama-2-7b-hf`."""
+    spelled_local = path.startswith(("/", "./", "../", "~")) or path.endswith(".gguf")
+    return spelled_local or (launch / path).exists()
+
+
+def check(settings: Settings) -> None:
+    """Raise one ConfigError that lists everything wrong with the combination of settings."""
+    found = list(problems(settings))
+    if found:
+        raise ConfigError("; ".join(found))
+
+
+def problems(settings: Settings) -> Iterator[str]:
+    """One sentence for each setting, or pair of settings, that cannot work."""
+    yield from _run_problems(settings)
+    yield from _text_problems(settings)
+    yield from _tensor_problems("quant.key", settings.quant.key)
+    yield from _tensor_problems("quant.value", settings.quant.value)
+    yield from _at_least("quant.window", settings.quant.window, 0)
+    yield from _at_least("quant.sink", settings.quant.sink, 0)
+    yield from _eval_problems(settings)
+
+
+def _run_problems(settings: Settings) -> Iterator[str]:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,=+-]*", settings.name):
+        yield f"name={settings.name!r} becomes a folder: use letters, digits and _ . - only"
+    unknown = [stage for stage in settings.stage.run if stage not in STAGES]
+    if unknown or not settings.stage.run:
+        yield f"stage.run={settings.stage.run} must list some of {', '.join(STAGES)}"
+    yield from _at_least("threads", settings.threads, 1)
+    yield from _at_least("seed", settings.seed, 0)
+
+
+def _text_problems(settings: Settings) -> Iterator[str]:
+    data, context = settings.data, settings.model.context
+    yield from _at_least("data.windows", data.windows, 1)
+    yield from _at_least("data.sample", data.sample, PAGE)
+    shortest = settings.quant.sink + PAGE
+    if data.length < shortest:
+        yield f"data.length={data.length} must be at least quant.sink + {PAGE} = {shortest}"
+    yield from _within_context("data.length", data.length, context)
+    yield from _within_context("eval.length", settings.eval.length, context)
+    if data.name == "textfile" and not data.path:
+        yield "data=textfile needs data.path=<file, folder or glob>"
+
+
+def _tensor_problems(key: str, tensor: TensorSettings) -> Iterator[str]:
+    is_key = key.endswith("key")
+    allowed = (Rope.pre, Rope.post) if is_key else (Rope.none,)
+    if tensor.rope not in allowed:
+        names = ", ".join(rope.value for rope in allowed)
+        yield f"{key}.rope={tensor.rope.value} must be one of: {names}"
+    yield from _bits_problems(key, tensor)
+    if tensor.group < 1 or PAGE % tensor.group:
+        yield f"{key}.group={tensor.group} must divide {PAGE}"
+    if not 0 <= tensor.outliers <= MAX_OUTLIERS:
+        yield f"{key}.outliers={tensor.outliers} must be a share between 0 and {MAX_OUTLIERS}"
+    if tensor.books is Books.head and tensor.levels is not Levels.nuq:
+        yield f"{key}.books=head needs {key}.levels=nuq (other levels are not fitted)"
+
+
+def _bits_problems(key: str, tensor: TensorSettings) -> Iterator[str]:
+    bits, levels = tensor.bits, tensor.levels
+    if levels is Levels.none:
+        if bits != 16:
+            yield f"{key}.bits={bits} must be 16 with {key}.levels=none (not quantised)"
+    elif levels is Levels.fp8:
+        if bits != 8 or tensor.range is not Range.static:
+            yield f"{key}.levels=fp8 needs {key}.bits=8 and {key}.range=static"
+    elif not 1 <= bits <= 8:
+        yield f"{key}.bits={bits} must be 1 to 8 with {key}.levels={levels.value}"
+
+
+def _eval_problems(settings: Settings) -> Iterator[str]:
+    ev = settings.eval
+    yield from _at_least("eval.windows", ev.windows, 1)
+    yield from _at_least("eval.length", ev.length, 2)
+    yield from _at_least("eval.chunk", ev.chunk, 1)
+    yield from _at_least("eval.needle_trials", ev.needle_trials, 0)
+    yield from _at_least("eval.sample_tokens", ev.sample_tokens, 0)
+    for length in ev.needle_lengths:
+        yield from _within_context("eval.needle_lengths", length, settings.model.context)
+    if any(not 0 <= depth <= 1 for depth in ev.needle_depths):
+        yield f"eval.needle_depths={ev.needle_depths} must lie between 0 and 1"
+
+
+def _at_least(key: str, value: int | None, least: int) -> Iterator[str]:
+    if value is not None and value < least:
+        yield f"{key}={value} must be at least {least}"
+
+
+def _within_context(key: str, length: int, context: int) -> Iterator[str]:
+    if length > context:
+        yield f"{key}={length} is longer than model.context={context}"

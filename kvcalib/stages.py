@@ -1,0 +1,254 @@
+"""The stage table: what each stage reads, and its call with plain arguments.
+
+    collect --> outliers --> codebooks --> export --> evaluate --> report
+    fisher  ----------------^
+
+A configuration object goes no further down than this file. The modules that do the work are
+imported inside the functions that call them, so that composing a configuration loads no torch.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+from functools import cache
+from pathlib import Path
+
+from kvcalib import records
+from kvcalib.errors import ConfigError
+from kvcalib.planner import Stage, Task
+from kvcalib.session import MODEL_KEYS, Session
+from kvcalib.settings import MAX_OUTLIERS, Settings, TensorSettings, plain
+
+# ---- what a stage reads: nested dicts of JSON types, compared by the planner
+
+
+FRAME_KEYS = ("outliers", "range", "rope", "levels", "scope")
+
+
+def _model_reads(settings: Settings) -> dict:
+    """The weights: where they come from, and for local files their sizes and times."""
+    model = plain(settings.model)
+    kept = {key: model[key] for key in MODEL_KEYS}
+    if kept["path"]:  # overrides every other source
+        kept.update(gguf_file=None, packages=[], sha256=None)
+        files = _files_of(kept["path"])
+        kept["files"] = {path.name: _stamp(path) for path in files}
+    return kept
+
+
+def _stamp(path: Path) -> str:
+    stat = path.stat()
+    return f"{stat.st_size} bytes, {stat.st_mtime_ns}"
+
+
+def _data_reads(settings: Settings, *keys: str) -> dict:
+    """The text: local files by content, so that a moved file is the same text."""
+    data = plain(settings.data)
+    contents = {key: _content(data[key]) for key in ("path", "eval_path")}
+    return {"name": data["name"], **contents, **{key: data[key] for key in keys}}
+
+
+def _content(path: str | None) -> str | None:
+    files = _files_of(path)
+    if not files:
+        return path
+    return records.fingerprint([_digest(file, _stamp(file)) for file in files])
+
+
+@cache
+def _digest(path: Path, stamp: str) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _files_of(path: str | None) -> list[Path]:
+    """The files that a path (file, folder or glob) stands for, sorted; [] if none exists."""
+    if not path:
+        return []
+    root = Path(path)
+    if root.is_dir():
+        return sorted(p for p in root.rglob("*") if p.is_file())
+    return [root] if root.is_file() else sorted(Path(p) for p in glob.glob(path))
+
+
+def _collect_reads(settings: Settings) -> dict:
+    return {
+        "model": _model_reads(settings),
+        "data": _data_reads(settings, "windows", "length", "order"),
+        "quant": {"sink": settings.quant.sink},
+        "seed": settings.seed,
+    }
+
+
+def _fisher_reads(settings: Settings) -> dict:
+    reads = _collect_reads(settings)
+    reads["data"]["sample"] = settings.data.sample
+    return reads
+
+
+def _outliers_reads(settings: Settings) -> dict:
+    quant = plain(settings.quant)
+    both = {side: {key: quant[side][key] for key in FRAME_KEYS} for side in ("key", "value")}
+    return {"quant": both}
+
+
+def _codebooks_reads(settings: Settings) -> dict:
+    quant = plain(settings.quant)
+    return {"quant": {"key": quant["key"], "value": quant["value"]}, "seed": settings.seed}
+
+
+def _export_reads(settings: Settings) -> dict:
+    quant = plain(settings.quant)
+    return {"quant": {key: item for key, item in quant.items() if key != "name"}}
+
+
+def _evaluate_reads(settings: Settings) -> dict:
+    return {
+        "eval": plain(settings.eval),
+        "data": _data_reads(settings, "order"),
+        "seed": settings.seed,
+    }
+
+
+def _report_reads(settings: Settings) -> dict:
+    bench = records.finished(Path(settings.run_dir), "bench")
+    return {"name": settings.name, "bench": bench.record["fingerprint"] if bench else None}
+
+
+# ---- what a stage does: plain arguments to the function that has its name
+
+
+def _collect(session: Session, task: Task) -> dict:
+    from kvcalib.calib.collect import collect
+
+    summary = collect(
+        session.model,
+        session.rotary,
+        session.calibration,
+        sink=session.settings.quant.sink,
+        tail_share=MAX_OUTLIERS,
+        out=task.out,
+        progress=task.progress,
+    )
+    return {"windows": session.calibration.hash, **summary}
+
+
+def _fisher(session: Session, task: Task) -> dict:
+    from kvcalib.calib.fisher import fisher
+
+    summary = fisher(
+        session.model,
+        session.rotary,
+        session.calibration,
+        sink=session.settings.quant.sink,
+        tokens=session.settings.data.sample,
+        out=task.out,
+        progress=task.progress,
+    )
+    return {"windows": session.calibration.hash, **summary}
+
+
+def _outliers(session: Session, task: Task) -> dict:
+    from kvcalib.calib.outliers import outliers
+
+    return outliers(
+        task.inputs["collect"], _spec(session.settings), out=task.out, progress=task.progress
+    )
+
+
+def _codebooks(session: Session, task: Task) -> dict:
+    from kvcalib.calib.codebooks import codebooks
+
+    _same_windows(task)
+    quant = session.settings.quant
+    return codebooks(
+        task.inputs["outliers"],
+        task.inputs["fisher"],
+        _spec(session.settings),
+        fit={"key": _fit(quant.key), "value": _fit(quant.value)},
+        seed=session.settings.seed,
+        out=task.out,
+        progress=task.progress,
+    )
+
+
+def _same_windows(task: Task) -> None:
+    """Values and sensitivities must come from the same text: compare the windows' hashes."""
+    outliers = records.read_json(task.inputs["outliers"] / "stage.json")
+    statistics = task.inputs["outliers"].parent / outliers["inputs"]["collect"]["path"]
+    there = [records.read_json(path / "stage.json") for path in (statistics, task.inputs["fisher"])]
+    if len({record["summary"]["windows"] for record in there if record}) > 1:
+        raise ConfigError(
+            "collect and fisher saw different text: run stage=collect stage.force=true, "
+            "then stage=fisher stage.force=true"
+        )
+
+
+def _fit(tensor: TensorSettings) -> dict:
+    """How the levels of keys or of values are fitted; the rest of the settings is their format."""
+    kept = plain(tensor)
+    return {key: kept[key] for key in ("solver", "fisher", "range_weight")}
+
+
+def _export(session: Session, task: Task) -> dict:
+    from kvcalib.calib.export import export
+
+    return export(
+        session.model,
+        task.inputs["outliers"],
+        task.inputs["codebooks"],
+        _spec(session.settings),
+        settings=plain(session.settings),
+        out=task.out,
+    )
+
+
+def _spec(settings: Settings):
+    from kvcalib.quant.spec import CacheSpec, TensorSpec
+
+    def tensor(kept: TensorSettings) -> TensorSpec:
+        return TensorSpec(
+            **{key: item for key, item in plain(kept).items() if key not in _fit(kept)}
+        )
+
+    quant = settings.quant
+    return CacheSpec(tensor(quant.key), tensor(quant.value), quant.window, quant.sink)
+
+
+def _evaluate(session: Session, task: Task) -> dict:
+    from kvcalib.eval.run import evaluate
+
+    measure = plain(session.settings.eval)
+    metrics = evaluate(
+        session.model,
+        session.tokenizer,
+        task.inputs["export"] / "kvcalib.safetensors",
+        session.evaluation,
+        **{key: item for key, item in measure.items() if key not in ("windows", "length")},
+        seed=session.settings.seed,
+        progress=task.progress,
+    )
+    records.write_json(task.out / "metrics.json", metrics)
+    return {key: value for key, value in metrics.items() if isinstance(value, int | float)}
+
+
+def _report(session: Session, task: Task) -> dict:
+    from kvcalib.report.build import build
+
+    return build(Path(session.settings.run_dir), out=task.out)
+
+
+TABLE = (
+    Stage("collect", (), _collect_reads, _collect, shared=True),
+    Stage("fisher", (), _fisher_reads, _fisher, shared=True),
+    Stage("outliers", ("collect",), _outliers_reads, _outliers, shared=True),
+    Stage("codebooks", ("fisher", "outliers"), _codebooks_reads, _codebooks, shared=True),
+    Stage("export", ("codebooks", "outliers"), _export_reads, _export),
+    Stage("evaluate", ("export",), _evaluate_reads, _evaluate),
+    Stage("report", ("evaluate",), _report_reads, _report, derived=True),
+)
+"""In the order in which the stages run."""
