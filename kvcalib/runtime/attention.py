@@ -1,0 +1,119 @@
+"""The seam to transformers: one attention function, its mask function, and what a model carries while a cache lives.
+
+A cache layer returns itself from `update` in place of keys and values. The models hand whatever they get to the
+attention function registered in their config; `kvcalib` and its variant for eager attention call the layer's
+`attend` for such a handle and the original function for plain tensors, so a model works with any other cache, or
+none, as before. The mask function of the same name is the original's own; without it masks would be None and padded
+rows wrong.
+
+Position ids are read by a hook on the model's rotary module, the one place through which they pass in every family
+(some models do not hand them to `Cache.update`). They are kept per thread, so two threads may use one model.
+
+`attach` counts the caches of a model; when the last one is gone, the hook and the attention setting are too.
+"""
+
+import sys
+import threading
+import weakref
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvcalib.errors import UnsupportedModel
+
+_NAMES = {"sdpa": "kvcalib", "eager": "kvcalib_eager"}
+_attachments: "weakref.WeakKeyDictionary[torch.nn.Module, Attachment]" = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+class Handle:
+    """What `update` returns as key and as value: something that attends by itself."""
+
+    def attend(self, module, query, mask, base, **options) -> torch.Tensor:
+        """query [B, Hq, T, D] -> [B, T, Hq, Dv]. base(query, key, value, mask): the model's own attention."""
+        raise NotImplementedError
+
+
+def register() -> None:
+    """Makes the names known to transformers. Harmless to repeat."""
+    for original, name in _NAMES.items():
+        AttentionInterface.register(name, _attention_function(original))
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[original])
+
+
+def _attention_function(original: str):
+    def attention(module, query, key, value, attention_mask, **options):
+        def base(query, key, value, mask):
+            return _original(module, original)(module, query, key, value, mask, **options)
+
+        if isinstance(key, Handle):
+            return key.attend(module, query, attention_mask, base, **options), None
+        return base(query, key, value, attention_mask)
+
+    return attention
+
+
+def _original(module, name: str):
+    """Eager attention is a function of the model's own file; the others are registered."""
+    if name == "eager":
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS[name]
+
+
+class Attachment:
+    """What one model carries while CalibratedCaches of it are alive."""
+
+    def __init__(self, model):
+        self.caches = 0
+        self.original = model.config._attn_implementation
+        self._seen = threading.local()
+        self._hooks = []
+        if self.original not in _NAMES:
+            raise UnsupportedModel(
+                f"attention implementation {self.original!r} cannot read a quantised cache; "
+                f"load the model with attn_implementation set to one of {sorted(_NAMES)}"
+            )
+
+    def positions(self) -> torch.Tensor | None:
+        """Position ids [1 or B, T] of the forward pass that runs in this thread; None before the first."""
+        return getattr(self._seen, "positions", None)
+
+    def switch_on(self, model) -> None:
+        model.set_attn_implementation(_NAMES[self.original])
+        rotary = [m for name, m in model.named_modules() if name.rpartition(".")[2].startswith("rotary_emb")]
+        self._hooks = [m.register_forward_pre_hook(self._remember, with_kwargs=True) for m in rotary]
+
+    def switch_off(self, model) -> None:
+        model.set_attn_implementation(self.original)
+        for hook in self._hooks:
+            hook.remove()
+
+    def _remember(self, _module, args, kwargs) -> None:
+        self._seen.positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+
+
+def attach(model, owner) -> Attachment:
+    """Switches `model` to the kvcalib attention until `owner` (a cache) is garbage."""
+    with _lock:
+        attachment = _attachments.get(model)
+        if attachment is None:
+            register()
+            attachment = _attachments[model] = Attachment(model)
+            attachment.switch_on(model)
+        attachment.caches += 1
+    weakref.finalize(owner, _detach, weakref.ref(model))
+    return attachment
+
+
+def _detach(model_ref) -> None:
+    model = model_ref()
+    if model is None:
+        return
+    with _lock:
+        attachment = _attachments[model]
+        attachment.caches -= 1
+        if attachment.caches == 0:
+            attachment.switch_off(model)
+            del _attachments[model]

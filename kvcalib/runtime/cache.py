@@ -1,0 +1,64 @@
+"""`CalibratedCache`: a transformers Cache that keeps keys and values in the bits of a calibrated artifact.
+
+    cache = CalibratedCache.from_pretrained("runs/smollm2-nuq3/export/kvcalib.safetensors", model)
+    model.generate(**inputs, cache=cache)
+"""
+
+import copy
+from pathlib import Path
+
+from transformers.cache_utils import Cache, DynamicCache
+
+from kvcalib.artifact.io import load_artifact
+from kvcalib.artifact.schema import Artifact, LayerTables, check_model
+from kvcalib.models.families import identity, rotary
+from kvcalib.quant.rope import make_rope
+from kvcalib.quant.spec import CacheSpec
+from kvcalib.runtime.attention import attach
+from kvcalib.runtime.layer import CalibratedLayer
+from kvcalib.runtime.memory import memory_report
+
+
+class CalibratedCache(Cache):
+    """artifact: from `kvcalib.load_artifact`; model: the transformers model that was calibrated.
+
+    Raises ArtifactError when the artifact belongs to another model, UnsupportedModel when the model has a kind of
+    layer that cannot be cached this way.
+    """
+
+    def __init__(self, artifact: Artifact, model):
+        check_model(artifact, identity(model))
+        self._model, self._artifact = model, artifact
+        super().__init__(layers=build_layers(model, artifact.spec, artifact.layers, attach(model, self)))
+
+    @classmethod
+    def from_pretrained(cls, path_or_hub_id: str | Path, model) -> "CalibratedCache":
+        """path_or_hub_id: the artifact file, a folder that holds it, or a hub id."""
+        return cls(load_artifact(path_or_hub_id), model)
+
+    def memory_report(self) -> dict:
+        """Every byte that the cache holds, and what it comes to per element; see runtime/memory.py."""
+        return memory_report([layer for layer in self.layers if type(layer) is CalibratedLayer])
+
+    def __deepcopy__(self, memo) -> "CalibratedCache":
+        """A cache of its own over the same model and tables."""
+        twin = CalibratedCache(self._artifact, self._model)
+        shared = {id(layer.attachment): layer.attachment for layer in self.layers if type(layer) is CalibratedLayer}
+        twin.layers = copy.deepcopy(self.layers, memo | shared)
+        return twin
+
+
+def build_layers(model, spec: CacheSpec, tables: dict[int, LayerTables], attachment) -> list:
+    """One layer per decoder layer: ours where the artifact has tables, transformers' own elsewhere."""
+    rotaries = rotary(model)
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    for index, layer_tables in tables.items():
+        info = rotaries[index]
+        dim = layer_tables.key.zero.shape[1]
+        rope = make_rope(dim, info.kind, info.inv_freq, info.scaling)
+        layers[index] = CalibratedLayer(spec, *_both(layer_tables), rope, attachment, info.sliding_window)
+    return layers
+
+
+def _both(tables: LayerTables):
+    return tables.key, tables.value

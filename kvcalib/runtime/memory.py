@@ -1,0 +1,61 @@
+"""What a CalibratedCache holds, byte by byte.
+
+Bits per element count everything that is stored because tokens are cached: codes, scales, sparse values and
+indices, page headers, sink and window (capacity, not just what is filled), and the bookkeeping of columns. Frames and levels do
+not grow with the tokens; they are listed as `tables`.
+"""
+
+from kvcalib.quant.spec import PAGE
+
+
+def memory_report(layers: list) -> dict:
+    """layers: CalibratedLayers. Bytes over all layers and rows; `tokens` columns per row (padding included)."""
+    stores = [layer.store for layer in layers if layer.store.layout is not None]
+    tables = sum(_bytes(t) for layer in layers for pair in (layer.store.key_tables, layer.store.value_tables) for t in pair)
+    if not stores:
+        return {"tokens": 0, "total_bytes": tables, "tables_bytes": tables}
+    parts = [_parts(store) for store in stores]
+    report = {name: sum(part[name] for part in parts) for name in parts[0]}
+    cached = report["key_bytes"] + report["value_bytes"]
+    tokens, batch = stores[0].length, stores[0].batch
+    fp16 = 2 * (report["key_elements"] + report["value_elements"])
+    return report | {
+        "tokens": tokens,
+        "batch": batch,
+        "tables_bytes": tables,
+        "total_bytes": cached + tables,
+        "bytes_per_token": cached / max(tokens * batch, 1),
+        "bytes_per_token_fp16": fp16 / max(tokens * batch, 1),
+        "bits_per_element_key": 8 * report["key_bytes"] / max(report["key_elements"], 1),
+        "bits_per_element_value": 8 * report["value_bytes"] / max(report["value_elements"], 1),
+        "compression": fp16 / max(cached, 1),
+        "saved_bytes": fp16 - cached,
+        "page_bits_key": _page_bits(stores, "key"),
+        "page_bits_value": _page_bits(stores, "value"),
+    }
+
+
+def _parts(store) -> dict:
+    layout = store.layout
+    common = layout.nbytes - layout.tensor_bytes("key") - layout.tensor_bytes("value")
+    pages = store.pages.shape[0] * store.pages.shape[1]
+    columns = _bytes(store.waiting) + _bytes(store.positions) + _bytes(store.sink_positions)
+    sizes = {}
+    for name, dim in (("key", layout.key_dim), ("value", layout.value_dim)):
+        exact = _bytes(getattr(store, f"sink_{name}")) + _bytes(getattr(store, f"recent_{name}"))
+        sizes[f"{name}_pages_bytes"] = pages * layout.tensor_bytes(name)
+        sizes[f"{name}_exact_bytes"] = exact
+        sizes[f"{name}_bytes"] = pages * (layout.tensor_bytes(name) + common / 2) + exact + columns / 2
+        sizes[f"{name}_elements"] = store.length * store.batch * layout.heads * dim
+    return sizes | {"bookkeeping_bytes": columns + pages * common}
+
+
+def _page_bits(stores, name: str) -> float:
+    """Bits per element inside pages: what the context tends to when it grows."""
+    used = sum(s.layout.tensor_bytes(name) + (s.layout.nbytes - s.layout.tensor_bytes("key") - s.layout.tensor_bytes("value")) / 2 for s in stores)
+    dims = sum(PAGE * s.layout.heads * (s.layout.key_dim if name == "key" else s.layout.value_dim) for s in stores)
+    return 8 * used / dims
+
+
+def _bytes(tensor) -> int:
+    return tensor.untyped_storage().nbytes()

@@ -1,0 +1,110 @@
+"""Teacher-forced simulation of a quantised cache: one pass over a whole window, batch of equal lengths, no padding.
+
+Every query attends to exact and to quantised keys and values at once, and `stale[i, j]` says which of the two query
+i sees of token j:
+
+    ideal      chunk=None   j is past the sink and at least `window` tokens old (window 0: every token, its own too);
+                            this is what papers measure
+    stepwise   chunk=C      j lies in a page that was complete when the chunk of i began, as in a real cache that is
+                            fed C tokens at a time
+
+The quantised tensors come from the same pages as in the cache, so the stepwise simulation and the real cache agree
+to rounding.
+"""
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache
+
+from kvcalib.artifact.schema import Artifact, LayerTables
+from kvcalib.models.families import rotary
+from kvcalib.quant.codec import simulate
+from kvcalib.quant.rope import Rope, make_rope, to_post_rope, to_pre_rope
+from kvcalib.quant.spec import PAGE, CacheSpec
+from kvcalib.runtime.attention import Attachment, Handle, attach
+
+
+class SimulatedCache(Cache):
+    """Use once: model(ids, cache=SimulatedCache(artifact, model)) gives the logits of the quantised cache."""
+
+    def __init__(self, artifact: Artifact, model, chunk: int | None = None):
+        layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+        attachment, rotaries = attach(model, self), rotary(model)
+        for index, tables in artifact.layers.items():
+            info = rotaries[index]
+            rope = make_rope(tables.key.zero.shape[1], info.kind, info.inv_freq, info.scaling)
+            layers[index] = SimulatedLayer(layers[index], artifact.spec, tables, rope, attachment, chunk)
+        super().__init__(layers=layers)
+
+
+class SimulatedLayer(Handle):
+    """Stands before one of transformers' layers, which answers everything but `update` for an empty cache."""
+
+    def __init__(self, inner, spec: CacheSpec, tables: LayerTables, rope: Rope, attachment: Attachment, chunk: int | None):
+        self.inner, self.spec, self.tables, self.rope = inner, spec, tables, rope
+        self.attachment, self.chunk = attachment, chunk
+
+    def __getattr__(self, name: str):
+        return getattr(self.inner, name)
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *args, **kwargs) -> tuple[Handle, Handle]:
+        self.key, self.value = key, value
+        positions = self.attachment.positions()
+        if positions is None:
+            positions = torch.arange(key.shape[2])[None]
+        self.positions = positions.to(key.device).expand(key.shape[0], -1)
+        return self, self
+
+    def attend(self, module, query, mask, base, **options) -> torch.Tensor:
+        stale = stale_pairs(query.shape[2], self.spec, self.chunk, query.device)
+        if not stale.any():
+            return base(query, self.key, self.value, mask)[0]
+        key, value = self._quantised()
+        if bool((stale | ~_past(stale)).all()):
+            return base(query, key, value, mask)[0]
+        return _attend_mixed(query, (self.key, key), (self.value, value), stale, mask, options)
+
+    def _quantised(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Key and value [B, H, T, D] as they come back from pages; the sink stays exact."""
+        sink = self.spec.sink
+        key, value = self.key.transpose(1, 2), self.value.transpose(1, 2)  # [B, T, H, D]
+        positions = self.positions[:, sink:]
+        if self.spec.key.rope == "pre":
+            pre = to_pre_rope(key[:, sink:], positions, self.rope)
+            coded = to_post_rope(simulate(pre, self.spec.key, self.tables.key), positions, self.rope)
+        else:
+            coded = simulate(key[:, sink:][..., self.rope.order], self.spec.key, self.tables.key)
+        coded = coded[..., self.rope.order.argsort()].to(key.dtype)
+        values = simulate(value[:, sink:], self.spec.value, self.tables.value).to(value.dtype)
+        key, value = torch.cat([key[:, :sink], coded], 1), torch.cat([value[:, :sink], values], 1)
+        return key.transpose(1, 2), value.transpose(1, 2)
+
+
+def stale_pairs(tokens: int, spec: CacheSpec, chunk: int | None, device=None) -> torch.Tensor:
+    """bool [T, T]: query i reads token j from its page (only j <= i is meaningful)."""
+    index = torch.arange(tokens, device=device)
+    past_sink = index >= spec.sink
+    if chunk is None:
+        return past_sink & (index[:, None] - index >= spec.window)
+    page_end = spec.sink + (torch.div(index - spec.sink, PAGE, rounding_mode="floor") + 1) * PAGE
+    chunk_start = index // chunk * chunk
+    return past_sink & (page_end + spec.window <= chunk_start[:, None])
+
+
+def _past(square: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(square).tril()
+
+
+def _attend_mixed(query, keys, values, stale, mask, options) -> torch.Tensor:
+    """Softmax over scores that take each key exact or quantised; values likewise. fp32 inside."""
+    batch, query_heads, tokens, dim = query.shape
+    heads = keys[0].shape[1]
+    grouped = query.float().view(batch, heads, -1, tokens, dim)
+    exact, coded = (grouped @ key.float().transpose(-1, -2).unsqueeze(2) for key in keys)
+    scores = torch.where(stale, coded, exact) * options["scaling"]
+    if options.get("softcap") is not None:
+        scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+    visible = _past(stale) if mask is None else mask[:, :, None]
+    hidden = ~(visible if visible.dtype == torch.bool else visible > torch.finfo(visible.dtype).min / 2)
+    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
+    output = (weights * stale) @ values[1].float().unsqueeze(2) + (weights * ~stale) @ values[0].float().unsqueeze(2)
+    return output.view(batch, query_heads, tokens, -1).transpose(1, 2).to(query.dtype)

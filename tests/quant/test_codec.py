@@ -1,0 +1,115 @@
+import pytest
+import torch
+
+from kvcalib.quant import codebook, ranges
+from kvcalib.quant.codec import dequantise, normalise, quantise, simulate
+from kvcalib.quant.spec import PAGE, Tables, TensorSpec
+
+
+def _tables(heads, dim, levels, scale=1.0, zero=0.0, books=1):
+    frame = torch.full((heads, dim), zero), torch.full((heads, dim), scale)
+    return Tables(*frame, torch.as_tensor(levels).float().expand(books, -1))
+
+
+def _uniform(bits):
+    return torch.arange(2**bits)
+
+
+def test_a_tie_takes_the_lower_level():
+    codes = codebook.encode(torch.tensor([[0.5, 0.51, -3.0, 9.0]]), torch.tensor([[0.0, 1.0, 2.0]]))
+    assert codes.tolist() == [[0, 1, 0, 2]]
+
+
+def test_every_head_can_have_its_own_levels():
+    levels = torch.tensor([[0.0, 1.0], [10.0, 20.0]])
+    v = torch.tensor([[[0.9, 0.1], [19.0, 11.0]]])
+    codes = codebook.encode(v, levels)
+    assert codebook.decode(codes, levels).tolist() == [[[1.0, 0.0], [20.0, 10.0]]]
+
+
+@pytest.mark.parametrize("scope", ["layer", "head", "channels"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_uniform_per_token_is_round_to_nearest_of_min_max(scope, bits):
+    x = torch.randn(PAGE, 2, 8)
+    spec = TensorSpec(bits, "uniform", "token", scope, group=4)
+    back = dequantise(quantise(x, spec, _tables(2, 8, _uniform(bits))), spec, _tables(2, 8, _uniform(bits)))
+    cell = {"layer": x.flatten(1), "head": x, "channels": x.unflatten(-1, (-1, 4))}[scope]
+    step = (cell.amax(-1) - cell.amin(-1)) / (2**bits - 1)
+    error = (back - x).abs().view(cell.shape)
+    assert (error <= 0.5 * step[..., None] * 1.01 + 2e-3 * cell.abs().amax(-1, keepdim=True)).all()
+
+
+def test_group_range_is_per_channel_and_group_of_tokens():
+    x = torch.randn(PAGE, 1, 4)
+    x[8:16, 0, 2] += 1000
+    spec = TensorSpec(8, "uniform", "group", group=8)
+    tables = _tables(1, 4, _uniform(8))
+    error = (dequantise(quantise(x, spec, tables), spec, tables) - x).abs()
+    assert error[:8].max() < 0.02
+    assert error[16:].max() < 0.02
+
+
+def test_outliers_are_chosen_by_rank_and_come_back():
+    x = torch.rand(PAGE, 1, 16) * 2 - 1
+    x[3, 0, 5], x[20, 0, 1] = 40.0, -70.0
+    spec = TensorSpec(3, "nf", "static", outliers=2 / (PAGE * 16))
+    tables = _tables(1, 16, torch.linspace(-1, 1, 8).bfloat16())
+    coded = quantise(x, spec, tables)
+    assert coded.positions.tolist() == [1 * PAGE + 20, 5 * PAGE + 3]
+    back = dequantise(coded, spec, tables)
+    torch.testing.assert_close(back[3, 0, 5], x[3, 0, 5], rtol=1e-3, atol=0)
+    torch.testing.assert_close(back[20, 0, 1], x[20, 0, 1], rtol=1e-3, atol=0)
+
+
+def test_ties_never_over_select():
+    spec = TensorSpec(4, "uniform", "static", outliers=0.1)
+    coded = quantise(torch.full((PAGE, 2, 8), 5.0), spec, _tables(2, 8, _uniform(4)))
+    assert coded.positions.unique().numel() == spec.outliers_per_page(2, 8) == 51
+
+
+def test_an_outlier_does_not_widen_the_range_of_its_token():
+    x = torch.linspace(-1, 1, 16).expand(PAGE, 1, 16).clone()
+    x[:, 0, 7] = 500.0
+    spec = TensorSpec(4, "uniform", "token", outliers=1 / 16)
+    tables = _tables(1, 16, _uniform(4))
+    back = dequantise(quantise(x, spec, tables), spec, tables)
+    assert (back - x).abs().max() < 0.3  # the correction of 500 is fp16
+    assert (back - x)[:, 0, :7].abs().max() < 0.08
+
+
+@pytest.mark.parametrize("range_", ["static", "group", "token"])
+@pytest.mark.parametrize("magnitude", [1e-6, 1.0, 7e4])
+def test_constant_and_extreme_inputs_stay_finite(range_, magnitude):
+    spec = TensorSpec(3, "uniform", range_, group=8, outliers=0.01)
+    tables = _tables(2, 8, _uniform(3), scale=magnitude / 4)
+    for x in (torch.zeros(PAGE, 2, 8), torch.full((PAGE, 2, 8), magnitude), magnitude * torch.randn(PAGE, 2, 8)):
+        back = dequantise(quantise(x, spec, tables), spec, tables)
+        assert back.isfinite().all()
+        if range_ != "static":
+            assert (back - x).abs().max() <= 0.6 * (x.amax() - x.amin()) / 7 + 1e-3 * x.abs().amax()
+
+
+def test_constant_group_comes_back_exactly_representable():
+    spec = TensorSpec(2, "uniform", "group", group=PAGE)
+    tables = _tables(1, 4, _uniform(2))
+    x = torch.full((PAGE, 1, 4), 100.0)
+    assert torch.equal(dequantise(quantise(x, spec, tables), spec, tables), x)
+
+
+def test_simulation_of_a_partial_page_matches_the_whole_one_where_ranges_are_per_token():
+    x = torch.randn(2 * PAGE, 2, 8)
+    spec = TensorSpec(3, "uniform", "token", "head")
+    tables = _tables(2, 8, _uniform(3))
+    assert torch.equal(simulate(x[:40], spec, tables), simulate(x, spec, tables)[:40])
+    assert simulate(x[:0], spec, tables).shape == (0, 2, 8)
+
+
+def test_normalise_tells_what_the_levels_are_compared_with():
+    x = torch.randn(PAGE, 2, 8)
+    spec = TensorSpec(3, "nf", "token", "layer")
+    tables = _tables(2, 8, torch.linspace(-1, 1, 8).bfloat16(), scale=0.5)
+    v, inlier, coded = normalise(x, spec, tables)
+    assert inlier is None
+    assert v.abs().amax().item() == pytest.approx(1, abs=2e-3)
+    rebuilt = v * ranges.expand(coded.step, spec, 8) + ranges.expand(coded.base, spec, 8)
+    torch.testing.assert_close(rebuilt * 0.5, x, rtol=1e-4, atol=1e-4)
