@@ -11,7 +11,8 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from kvcalib.artifact.io import load_artifact
 from kvcalib.artifact.schema import Artifact, LayerTables, check_model
-from kvcalib.models.families import identity, rotary
+from kvcalib.models.identity import identity
+from kvcalib.models.rotary import rotary
 from kvcalib.quant.rope import make_rope
 from kvcalib.quant.spec import CacheSpec
 from kvcalib.runtime.attention import attach

@@ -16,7 +16,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvcalib.artifact.schema import Artifact, LayerTables
-from kvcalib.models.families import rotary
+from kvcalib.models.rotary import rotary
 from kvcalib.quant.codec import simulate
 from kvcalib.quant.rope import Rope, make_rope, to_post_rope, to_pre_rope
 from kvcalib.quant.spec import PAGE, CacheSpec
