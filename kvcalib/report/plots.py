@@ -1,0 +1,63 @@
+"""One function per figure: plain numbers in, PNG bytes out.
+
+matplotlib is imported when a figure is drawn, with the Agg canvas and without pyplot, so that no
+display is needed and no global state is left behind.
+"""
+
+from __future__ import annotations
+
+import io
+from contextlib import contextmanager
+
+
+@contextmanager
+def _axes(png: io.BytesIO, width: float = 6.4, height: float = 3.4):
+    """A single set of axes, written to `png` as it is left."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    yield axes
+    FigureCanvasAgg(figure).print_png(png)
+
+
+def bars(values: dict[str, float], *, title: str, unit: str) -> bytes:
+    """One bar per entry, with its value written on it; the axis starts at zero."""
+    png = io.BytesIO()
+    with _axes(png) as axes:
+        drawn = axes.bar(list(values), list(values.values()), color="#4c72b0", width=0.6)
+        axes.bar_label(drawn, fmt="{:,.4g}", padding=2)
+        axes.set(title=title, ylabel=unit)
+        axes.margins(y=0.15)
+    return png.getvalue()
+
+
+def per_layer(series: dict[str, list[float]], *, title: str, unit: str) -> bytes:
+    """One line per entry over the layers; logarithmic when everything is positive."""
+    png = io.BytesIO()
+    with _axes(png) as axes:
+        for name, values in series.items():
+            axes.plot(range(len(values)), values, marker="o", markersize=3, label=name)
+        if all(value > 0 for values in series.values() for value in values):
+            axes.set_yscale("log")
+        axes.set(title=title, xlabel="layer", ylabel=unit)
+        axes.legend(frameon=False)
+    return png.getvalue()
+
+
+def needle(cells: list[dict], *, title: str, side: str) -> bytes:
+    """Share of needles found, by haystack length and depth; cells as in metrics["needle"]."""
+    lengths = sorted({cell["length"] for cell in cells})
+    depths = sorted({cell["depth"] for cell in cells})
+    found = {(cell["depth"], cell["length"]): cell[side] for cell in cells}
+    grid = [[found.get((d, n), float("nan")) for n in lengths] for d in depths]
+    png = io.BytesIO()
+    with _axes(png) as axes:
+        image = axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        axes.set(title=title, xlabel="haystack, tokens", ylabel="depth of the needle")
+        axes.set_xticks(range(len(lengths)), lengths)
+        axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+        axes.figure.colorbar(image, ax=axes, format="{x:.0%}")
+    return png.getvalue()
