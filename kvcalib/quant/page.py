@@ -124,6 +124,7 @@ def _read_coded(pages: torch.Tensor, layout: PageLayout, name: str, codes: torch
     rows = layout.read(pages, f"{name}_rows").long() & 0xFFFF
     rank = torch.arange(in_head.shape[-1], device=pages.device).expand_as(in_head).contiguous()
     head = torch.searchsorted(rows[..., 2::2].contiguous(), rank, right=True)
+    head = head.clamp_max(layout.heads - 1)  # a page of zeros (capacity not in use) has no rows
     positions = head * (codes.shape[-1] * PAGE) + in_head
     return Coded(codes, step, base, positions, layout.read(pages, f"{name}_corrections"))
 

@@ -83,15 +83,21 @@ class Attachment:
     def switch_on(self, model) -> None:
         model.set_attn_implementation(_NAMES[self.original])
         rotary = [m for name, m in model.named_modules() if name.rpartition(".")[2].startswith("rotary_emb")]
-        self._hooks = [m.register_forward_pre_hook(self._remember, with_kwargs=True) for m in rotary]
+        self._hooks = [m.register_forward_pre_hook(_remember(self._seen), with_kwargs=True) for m in rotary]
 
     def switch_off(self, model) -> None:
         model.set_attn_implementation(self.original)
         for hook in self._hooks:
             hook.remove()
 
-    def _remember(self, _module, args, kwargs) -> None:
-        self._seen.positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+
+def _remember(seen: threading.local):
+    """A plain function, not a method: copying a model copies its hooks, and a lock-like object cannot be copied."""
+
+    def hook(_module, args, kwargs) -> None:
+        seen.positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+
+    return hook
 
 
 def attach(model, owner) -> Attachment:
