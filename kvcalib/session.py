@@ -46,10 +46,13 @@ class Session:
         return self.loaded[1]
 
     @cached_property
-    def rotary(self) -> list:
-        from kvcalib.models.families import rotary
+    def rotary(self) -> dict:
+        """How each cached layer rotates its keys, proved on the loaded weights."""
+        from kvcalib.models.rotary import check_rotary, rotary
 
-        return rotary(self.model)
+        found = rotary(self.model, length=self.settings.data.length)
+        check_rotary(self.model, found)
+        return found
 
     @cached_property
     def calibration(self):

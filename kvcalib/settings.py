@@ -20,7 +20,7 @@ from kvcalib.errors import ConfigError
 
 STAGES = ("collect", "fisher", "outliers", "codebooks", "export", "evaluate", "report")
 PAGE = 32
-MAX_OUTLIERS = 0.05
+MAX_OUTLIERS = 0.025
 
 
 class Device(str, Enum):

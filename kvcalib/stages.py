@@ -15,14 +15,14 @@ from functools import cache
 from pathlib import Path
 
 from kvcalib import records
-from kvcalib.errors import ConfigError
 from kvcalib.planner import Stage, Task
 from kvcalib.session import MODEL_KEYS, Session
-from kvcalib.settings import MAX_OUTLIERS, Settings, TensorSettings, plain
+from kvcalib.settings import Settings, plain
 
 # ---- what a stage reads: nested dicts of JSON types, compared by the planner
 
 
+FIT_KEYS = ("fisher", "range_weight", "solver")
 FRAME_KEYS = ("outliers", "range", "rope", "levels", "scope")
 
 
@@ -125,22 +125,20 @@ def _report_reads(settings: Settings) -> dict:
 def _collect(session: Session, task: Task) -> dict:
     from kvcalib.calib.collect import collect
 
-    summary = collect(
+    return collect(
         session.model,
         session.rotary,
         session.calibration,
         sink=session.settings.quant.sink,
-        tail_share=MAX_OUTLIERS,
         out=task.out,
         progress=task.progress,
     )
-    return {"windows": session.calibration.hash, **summary}
 
 
 def _fisher(session: Session, task: Task) -> dict:
     from kvcalib.calib.fisher import fisher
 
-    summary = fisher(
+    return fisher(
         session.model,
         session.rotary,
         session.calibration,
@@ -149,49 +147,28 @@ def _fisher(session: Session, task: Task) -> dict:
         out=task.out,
         progress=task.progress,
     )
-    return {"windows": session.calibration.hash, **summary}
 
 
 def _outliers(session: Session, task: Task) -> dict:
     from kvcalib.calib.outliers import outliers
 
-    return outliers(
-        task.inputs["collect"], _spec(session.settings), out=task.out, progress=task.progress
-    )
+    return outliers(task.inputs["collect"], _spec(session.settings), out=task.out)
 
 
 def _codebooks(session: Session, task: Task) -> dict:
-    from kvcalib.calib.codebooks import codebooks
+    from kvcalib.calib.codebooks import Fit, codebooks
 
-    _same_windows(task)
     quant = session.settings.quant
     return codebooks(
         task.inputs["outliers"],
         task.inputs["fisher"],
         _spec(session.settings),
-        fit={"key": _fit(quant.key), "value": _fit(quant.value)},
+        key=Fit(quant.key.solver.value, quant.key.fisher, quant.key.range_weight),
+        value=Fit(quant.value.solver.value, quant.value.fisher, quant.value.range_weight),
         seed=session.settings.seed,
         out=task.out,
         progress=task.progress,
     )
-
-
-def _same_windows(task: Task) -> None:
-    """Values and sensitivities must come from the same text: compare the windows' hashes."""
-    outliers = records.read_json(task.inputs["outliers"] / "stage.json")
-    statistics = task.inputs["outliers"].parent / outliers["inputs"]["collect"]["path"]
-    there = [records.read_json(path / "stage.json") for path in (statistics, task.inputs["fisher"])]
-    if len({record["summary"]["windows"] for record in there if record}) > 1:
-        raise ConfigError(
-            "collect and fisher saw different text: run stage=collect stage.force=true, "
-            "then stage=fisher stage.force=true"
-        )
-
-
-def _fit(tensor: TensorSettings) -> dict:
-    """How the levels of keys or of values are fitted; the rest of the settings is their format."""
-    kept = plain(tensor)
-    return {key: kept[key] for key in ("solver", "fisher", "range_weight")}
 
 
 def _export(session: Session, task: Task) -> dict:
@@ -202,21 +179,29 @@ def _export(session: Session, task: Task) -> dict:
         task.inputs["outliers"],
         task.inputs["codebooks"],
         _spec(session.settings),
-        settings=plain(session.settings),
+        settings=_shipped(session.settings),
         out=task.out,
     )
 
 
+def _shipped(settings: Settings) -> dict:
+    """The settings that travel with the artifact: no path of this machine among them."""
+    data = plain(settings.data)
+    kept = {key: data[key] for key in ("name", "windows", "length", "order", "sample")}
+    quant = plain(settings.quant)
+    return {"model": settings.model.name, "data": kept, "quant": quant, "seed": settings.seed}
+
+
 def _spec(settings: Settings):
+    """The format of the cache; how its levels are fitted stays behind."""
     from kvcalib.quant.spec import CacheSpec, TensorSpec
 
-    def tensor(kept: TensorSettings) -> TensorSpec:
-        return TensorSpec(
-            **{key: item for key, item in plain(kept).items() if key not in _fit(kept)}
-        )
-
     quant = settings.quant
-    return CacheSpec(tensor(quant.key), tensor(quant.value), quant.window, quant.sink)
+    key, value = (
+        TensorSpec(**{name: item for name, item in plain(tensor).items() if name not in FIT_KEYS})
+        for tensor in (quant.key, quant.value)
+    )
+    return CacheSpec(key, value, quant.window, quant.sink)
 
 
 def _evaluate(session: Session, task: Task) -> dict:

@@ -27,6 +27,10 @@ img { max-width: 100%; } pre { white-space: pre-wrap; background: #f6f6f6; paddi
 """
 
 
+FITS = ("stored", "exact", "uniform", "nf")
+"""Kinds of levels compared in the distortion figures."""
+
+
 class Table(NamedTuple):
     title: str
     header: tuple[str, ...]
@@ -110,15 +114,23 @@ def figures(run: Run) -> Iterator[bytes]:
     sizes = {"fp16": m.get("bytes_per_token_fp16"), "quantised": m.get("bytes_per_token")}
     if None not in sizes.values():
         yield plots.bars(sizes, title="Cache, everything stored", unit="bytes per token")
-    for side, series in (
-        run.records.get("codebooks", {}).get("summary", {}).get("distortion", {}).items()
-    ):
+    for side, series in distortions(run).items():
         yield plots.per_layer(series, title=f"Distortion of {side}s", unit="weighted error")
     if series := m.get("layers"):
         yield plots.per_layer(series, title="Error by layer", unit="relative error")
     for side, label in (("fp", "full precision"), ("cache", "quantised cache")):
         if m.get("needle"):
             yield plots.needle(m["needle"], title=f"Needles found, {label}", side=side)
+
+
+def distortions(run: Run) -> dict[str, dict[str, list[float]]]:
+    """Side ("key", "value") -> kind of levels -> weighted distortion per layer, where fitted."""
+    summary = run.records.get("codebooks", {}).get("summary", {})
+    layers = list(summary.get("layers", {}).values())
+    return {
+        side: {kind: [layer[side][kind] for layer in layers] for kind in FITS}
+        for side in summary.get("fitted", [])
+    }
 
 
 def _markdown(run: Run) -> str:
