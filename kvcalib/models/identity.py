@@ -1,0 +1,71 @@
+"""What a calibration file remembers about the model it was made for.
+
+Two hashes: of the config fields that shape keys and values (no names, paths, dtypes or library
+versions), and of the weights that produce them. A fine-tuned or re-quantised model has the first in
+common with its parent and not the second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvcalib.models.families import attention_modules, layer_shapes, text_config
+
+FIELDS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "layer_types",
+    "sliding_window",
+    "rope_parameters",
+)
+KV_WEIGHTS = ("k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn", "k_norm", "k_layernorm")
+
+
+def identity(model: PreTrainedModel) -> dict:
+    """JSON-ready description of a model, equal in every process that loads the same weights."""
+    shapes = layer_shapes(model)
+    return {
+        "architecture": type(model).__name__,
+        "model_type": text_config(model).model_type,
+        "layers": text_config(model).num_hidden_layers,
+        "shapes": {
+            str(i): [s.heads, s.key_dim, s.value_dim, s.query_heads] for i, s in shapes.items()
+        },
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "config_sha256": config_hash(model),
+        "weights_sha256": weights_hash(model),
+    }
+
+
+def config_hash(model: PreTrainedModel) -> str:
+    """sha256 of the config fields that decide what is cached."""
+    config = text_config(model).to_dict()
+    text = json.dumps({name: config.get(name) for name in FIELDS}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def weights_hash(model: PreTrainedModel) -> str:
+    """sha256 over names, dtypes and raw bytes of the weights that make keys and values."""
+    digest = hashlib.sha256()
+    for index, layer in attention_modules(model).items():
+        for name, weight in _kv_weights(layer):
+            digest.update(f"{index}.{name}:{weight.dtype}:{list(weight.shape)}".encode())
+            digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _kv_weights(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Weights of the projections of keys and values; fused ones include the queries."""
+    state = sorted(layer.state_dict().items())
+    return [(name, weight) for name, weight in state if name.split(".")[0] in KV_WEIGHTS]

@@ -1,0 +1,69 @@
+import json
+import subprocess
+import sys
+
+import torch
+
+from kvcalib.models.identity import config_hash, identity, weights_hash
+from tests.models.zoo import tiny
+
+
+def test_equal_for_the_same_weights_and_json_ready():
+    first, second = identity(tiny("llama")), identity(tiny("llama"))
+    assert first == second
+    assert json.loads(json.dumps(first)) == first
+    assert first["shapes"]["1"] == [2, 16, 16, 4]
+
+
+def test_config_hash_ignores_where_and_in_which_precision_the_model_was_loaded():
+    model, other = tiny("llama"), tiny("llama").to(torch.bfloat16)
+    other.config._name_or_path = "/some/folder"
+    other.config.use_cache = False
+    assert config_hash(model) == config_hash(other)
+    assert weights_hash(model) != weights_hash(other)
+
+
+def test_config_hash_sees_what_shapes_the_cache():
+    base = config_hash(tiny("llama"))
+    assert config_hash(tiny("llama", num_key_value_heads=1)) != base
+    assert config_hash(tiny("llama-linear")) != base
+
+
+def test_weights_hash_sees_any_key_or_value_weight_and_no_other():
+    for family, name in [
+        ("llama", "v_proj"),
+        ("phi3", "qkv_proj"),
+        ("qwen3", "k_norm"),
+        ("gpt2", "c_attn"),
+    ]:
+        model = tiny(family)
+        before = weights_hash(model)
+        weights = dict(model.named_parameters())
+        last = [key for key in weights if f".{name}." in key][-1]
+        with torch.no_grad():
+            weights[last].flatten()[-1] += 1
+        assert weights_hash(model) != before, family
+    model = tiny("llama")
+    before = weights_hash(model)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    assert weights_hash(model) == before
+
+
+def test_identity_is_stable_across_processes():
+    code = (
+        "from tests.models.zoo import tiny; from kvcalib.models.identity import identity;"
+        "import json; print(json.dumps(identity(tiny('qwen3'))))"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=_environment()
+    ).stdout
+    assert json.loads(output.splitlines()[-1]) == identity(tiny("qwen3"))
+
+
+def _environment():
+    import os
+    from pathlib import Path
+
+    root = str(Path(__file__).parents[2])
+    return {**os.environ, "PYTHONPATH": root, "PYTHONHASHSEED": "7"}
