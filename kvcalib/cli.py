@@ -44,8 +44,8 @@ def register_schema() -> None:
 def to_settings(composed: DictConfig, launch: Path) -> Settings:
     """Plain settings with absolute paths; ConfigError names an unknown key or a bad value."""
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Settings), composed)
-        settings = OmegaConf.to_object(merged)
+        untyped = OmegaConf.to_container(composed, resolve=True)  # typed nodes would let keys pass
+        settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Settings), untyped))
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         where = f" (key {error.full_key})" if error.full_key else ""

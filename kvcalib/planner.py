@@ -103,7 +103,7 @@ class Planner:
             if self._current(stage, found):
                 return Decision("keep", "up to date", found)
             if not stage.derived and self.selected != (name,):
-                raise ConfigError(self._refusal(stage, found))
+                raise ConfigError(self._refusal(*self._cause(stage, found)))
             why = f"again, {self._changes(stage, found)}"
         other = self._elsewhere(stage)
         return Decision("reuse", why, other) if other else Decision("run", why)
@@ -128,6 +128,14 @@ class Planner:
             and now[need].record["finished"] == inputs[need]["finished"]
             for need in stage.needs
         )
+
+    def _cause(self, stage: Stage, found: Found) -> tuple[Stage, Found]:
+        """The earliest stage whose change makes this one stale."""
+        for need in stage.needs:
+            other = self.found(need)
+            if other and not self._current(self.stages[need], other):
+                return self._cause(self.stages[need], other)
+        return stage, found
 
     def _refusal(self, stage: Stage, found: Found) -> str:
         selected = stage.name in self.selected

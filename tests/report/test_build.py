@@ -1,0 +1,100 @@
+"""The page of a run: built from JSON alone, self-contained, safe with any text."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from kvcalib.errors import MissingInput
+from kvcalib.report.build import build, distortions, read_run
+
+RECORD = {
+    "settings": {"quant": {"key": {"bits": 3}}},
+    "finished": "2026-01-01T00:00:00",
+    "seconds": 1.5,
+    "peak_memory_bytes": 2**20,
+    "versions": {"kvcalib": "0.1.0"},
+    "summary": {},
+}
+FIT = {"stored": 1.0, "exact": 0.9, "uniform": 3.0, "nf": 2.0, "kmeans": 0.95}
+METRICS = {
+    "ppl_fp": 10.0,
+    "ppl_cache": 10.5,
+    "bytes_per_token": 100.0,
+    "bytes_per_token_fp16": 400.0,
+    "needle": [
+        {"length": 256, "depth": 0.5, "fp": 1.0, "cache": 0.5},
+        {"length": 512, "depth": 0.1, "fp": 1.0, "cache": 1.0},
+    ],
+    "sample": {"prompt": "<script>alert(1)</script>", "fp": "a", "cache": "b"},
+}
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    run = tmp_path / "tiny-nuq3"
+    layers = {"0": {"key": FIT, "value": FIT}, "1": {"key": FIT, "value": FIT}}
+    write(run / "codebooks", {**RECORD, "summary": {"fitted": ["key", "value"], "layers": layers}})
+    write(run / "collect", {**RECORD, "reused_from": "../tiny-nuq2/collect"})
+    write(run / "evaluate", {**RECORD, "finished": "2026-01-02T00:00:00"})
+    (run / "evaluate" / "metrics.json").write_text(json.dumps(METRICS))
+    return run
+
+
+def write(folder, record):
+    folder.mkdir(parents=True)
+    (folder / "stage.json").write_text(json.dumps(record))
+
+
+def test_page_is_self_contained_and_escaped(run_dir):
+    summary = build(run_dir)
+    page = (run_dir / "report" / "report.html").read_text()
+    assert summary["figures"] == page.count("data:image/png;base64,iVBOR") == 6
+    assert not re.search(r'(src|href)="(?!data:)', page)
+    assert "<script>" not in page
+    assert "10.500" in page
+    assert "quant.key.bits" in page
+    assert "tiny-nuq2" in page
+
+
+def test_markdown_and_csv_lie_beside_it(run_dir, tmp_path):
+    build(run_dir, tmp_path / "elsewhere")
+    assert (
+        "| perplexity, quantised cache | 10.500 |"
+        in (tmp_path / "elsewhere" / "report.md").read_text()
+    )
+    assert "ppl_cache,10.5" in (tmp_path / "elsewhere" / "metrics.csv").read_text()
+
+
+def test_speed_is_shown_where_it_was_measured(run_dir):
+    (run_dir / "bench").mkdir()
+    (run_dir / "bench" / "bench.json").write_text(json.dumps({"decode": {"tokens_per_s": 42}}))
+    build(run_dir)
+    assert "decode.tokens_per_s" in (run_dir / "report" / "report.md").read_text()
+
+
+def test_sparse_metrics_make_a_shorter_page(run_dir):
+    (run_dir / "evaluate" / "metrics.json").write_text(json.dumps({"ppl_fp": 10.0}))
+    (run_dir / "codebooks" / "stage.json").write_text(json.dumps(RECORD))
+    assert build(run_dir)["figures"] == 1
+
+
+def test_distortions_are_grouped_by_side_and_kind(run_dir):
+    series = distortions(read_run(run_dir))
+    assert series["key"]["uniform"] == [3.0, 3.0]
+
+
+def test_nothing_evaluated_yet_is_a_sentence(tmp_path):
+    with pytest.raises(MissingInput, match="stage=evaluate"):
+        build(tmp_path)
+
+
+def test_a_report_needs_no_torch(run_dir):
+    code = (
+        "import sys; from pathlib import Path; from kvcalib.report.build import build\n"
+        f"build(Path({str(run_dir)!r}))\n"
+        "assert not {'torch', 'transformers', 'matplotlib.pyplot'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

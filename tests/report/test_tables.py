@@ -1,0 +1,50 @@
+"""Numbers as text: only what was measured is shown, at the documented precision."""
+
+import csv
+
+from kvcalib.report import tables
+
+METRICS = {
+    "ppl_fp": 12.3456,
+    "ppl_cache": 12.5,
+    "kl_cache": 0.01234,
+    "top1_agreement": 0.9876,
+    "bytes_per_token": 4321.0,
+    "needle_fp": 1.0,
+    "needle_cache": 0.5,
+    "tokens": 4096,
+    "sample": {"prompt": "Once", "fp": "upon a\ntime", "cache": "there was"},
+}
+STAGES = {"export": ("/r/export", "0.1 s"), "report": ("/r/report", "up to date")}
+
+
+def test_missing_metrics_give_no_row():
+    labels = [label for label, _ in tables.metric_rows({"ppl_fp": 1.0, "needle_fp": None})]
+    assert labels == ["perplexity, full precision"]
+
+
+def test_overview_shows_numbers_sample_paths_and_times():
+    text = tables.overview(METRICS, STAGES)
+    assert "12.346" in text
+    assert "98.8%" in text
+    assert "4,321" in text
+    assert "upon a time" in text
+    assert "/r/export/kvcalib.safetensors" in text
+    assert "/r/report/report.html" in text
+    assert "export 0.1 s, report up to date" in text
+
+
+def test_overview_of_a_single_stage_is_short():
+    text = tables.overview({}, {"collect": ("/r/collect", "1.0 s")})
+    assert text == "stages   collect 1.0 s"
+
+
+def test_markdown_escapes_what_would_break_the_table():
+    text = tables.markdown(("key", "value"), [("a|b", "two\nlines")])
+    assert text.splitlines() == ["| key | value |", "| --- | --- |", "| a\\|b | two lines |"]
+
+
+def test_csv_keeps_full_precision():
+    rows = dict(csv.reader(tables.csv_text(METRICS).splitlines()))
+    assert rows["ppl_fp"] == "12.3456"
+    assert "sample" not in rows

@@ -1,0 +1,195 @@
+"""The command as a user types it, in a process of its own, with fakes where work is due."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvcalib
+
+SOURCE = str(Path(kvcalib.__file__).resolve().parent.parent)
+FAKES = """
+import json
+from pathlib import Path
+from kvcalib import stages
+from kvcalib.errors import MissingInput
+
+LEDGER = Path(__file__).with_name("ledger")
+METRICS = {
+    "ppl_fp": 10.0, "ppl_cache": 10.5, "bits_per_element_key": 3.25,
+    "sample": {"prompt": "Once", "fp": "upon a time", "cache": "upon a time,"},
+}
+
+def fake(name):
+    def run(session, task):
+        with LEDGER.open("a") as ledger:
+            ledger.write(f"{session.settings.name} {name}\\n")
+        if session.settings.seed == 13 and name == "export":
+            raise MissingInput("weights of tiny are not there: give model.path=/folder")
+        for item in task.progress(range(2), 2, name):
+            pass
+        (task.out / "metrics.json").write_text(json.dumps(METRICS))
+        return {}
+    return run
+
+stages.TABLE = tuple(stage._replace(run=fake(stage.name)) for stage in stages.TABLE)
+from kvcalib.cli import main
+main()
+"""
+
+
+@pytest.fixture
+def kvcalib_command(tmp_path):
+    """Run `kvcalib ARGS` with fake stages in a folder of its own: (completed process)."""
+    script = tmp_path / "fakes.py"
+    script.write_text(FAKES)
+
+    def call(*args, cwd=tmp_path, fake=True, **env):
+        entry = [str(script)] if fake else ["-m", "kvcalib"]
+        return subprocess.run(
+            [sys.executable, *entry, *args],
+            cwd=cwd,
+            env={**os.environ, "PYTHONPATH": SOURCE, "HYDRA_FULL_ERROR": "0", **env},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    call.ledger = lambda: (tmp_path / "ledger").read_text().splitlines()
+    return call
+
+
+def test_help_shows_everyday_commands_and_options(kvcalib_command):
+    done = kvcalib_command("--help", fake=False)
+    assert done.returncode == 0
+    assert "kvcalib model=llama3_8b quant=nuq4" in done.stdout
+    assert "quant: fp8, identity, int2_token" in done.stdout
+    assert "seed: 0" in done.stdout
+
+
+def test_cfg_job_shows_one_group(kvcalib_command):
+    done = kvcalib_command("quant=kivi2", "--cfg", "job", "-p", "quant.value", fake=False)
+    assert done.returncode == 0
+    assert "scope: channels" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("quant=nuq9", ["nuq9", "Available options in 'quant'", "nuq3"]),
+        ("quant.key.bitz=3", ["bitz"]),
+        ("quant.key.levels=nuk", ["nuk", "uniform", "fp8"]),
+        ("+quant.bitz=3", ["kvcalib:", "quant.bitz"]),
+        ("quant.key.bits=12", ["kvcalib: quant.key.bits=12 must be 1 to 8"]),
+        ("device=gpu", ["gpu", "cuda"]),
+    ],
+)
+def test_a_mistake_is_a_sentence_and_exit_code_1(kvcalib_command, argument, words):
+    done = kvcalib_command(argument, "model=tiny")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+def test_a_full_run_prints_numbers_sample_paths_and_times(kvcalib_command, tmp_path):
+    done = kvcalib_command("model=tiny")
+    assert done.returncode == 0, done.stderr
+    assert "perplexity, quantised cache" in done.stdout
+    assert "10.500" in done.stdout
+    assert "upon a time," in done.stdout
+    run = tmp_path / "runs" / "tiny-nuq3"
+    assert str(run / "export" / "kvcalib.safetensors") in done.stdout
+    assert str(run / "report" / "report.html") in done.stdout
+    assert "collect 0.0 s" in done.stdout
+    assert "collect: running" in done.stderr
+    assert "collect: running" not in done.stdout
+    assert json.loads((run / "collect" / "stage.json").read_text())["stage"] == "collect"
+    assert (run / ".hydra" / "overrides.yaml").is_file()
+    assert (run / "kvcalib.log").read_text().count("collect: done") == 1
+
+
+def test_a_second_run_resumes(kvcalib_command):
+    kvcalib_command("model=tiny", "stage=fisher")
+    kvcalib_command("model=tiny")
+    done = kvcalib_command("model=tiny")
+    assert "collect up to date" in done.stdout
+    names = [line.split()[1] for line in kvcalib_command.ledger()]
+    assert names == ["fisher", "collect", "outliers", "codebooks", "export", "evaluate", "report"]
+
+
+def test_a_sweep_measures_the_model_once(kvcalib_command, tmp_path):
+    done = kvcalib_command("-m", "model=tiny", "quant=nuq2,nuq3")
+    assert done.returncode == 0, done.stderr
+    ledger = kvcalib_command.ledger()
+    once = [line for line in ledger if line.endswith(("collect", "fisher"))]
+    assert once == ["tiny-nuq2 collect", "tiny-nuq2 fisher"]
+    assert [line.split()[0] for line in ledger if line.endswith("export")] == [
+        "tiny-nuq2",
+        "tiny-nuq3",
+    ]
+    record = json.loads((tmp_path / "runs/tiny-nuq3/fisher/stage.json").read_text())
+    assert record["reused_from"] == os.path.join("..", "tiny-nuq2", "fisher")
+
+
+def test_a_failing_cell_does_not_stop_the_sweep(kvcalib_command):
+    done = kvcalib_command("-m", "model=tiny", "seed=13,14", "name='tiny-${seed}'")
+    assert done.returncode == 1
+    assert "kvcalib: weights of tiny are not there: give model.path=/folder" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "tiny-14 report" in kvcalib_command.ledger()
+
+
+def test_full_error_shows_the_traceback(kvcalib_command):
+    done = kvcalib_command("model=tiny", "seed=13", HYDRA_FULL_ERROR="1")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "MissingInput" in done.stderr
+
+
+def test_a_changed_setting_in_the_same_run_is_refused(kvcalib_command):
+    kvcalib_command("model=tiny")
+    done = kvcalib_command("model=tiny", "quant.key.bits=4")
+    assert done.returncode == 1
+    assert "quant.key.bits 3 -> 4" in done.stderr
+    assert "name=..." in done.stderr
+    done = kvcalib_command("model=tiny", "quant.key.bits=4", "name=four")
+    assert done.returncode == 0
+    assert "collect reused" in done.stdout
+
+
+def test_relative_paths_belong_to_the_launch_directory(kvcalib_command, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "notes.txt").write_text("some text")
+    arguments = ["model=tiny", "data=textfile", "data.path=notes.txt", "stage=collect"]
+    done = kvcalib_command(*arguments, "runs_root=out", cwd=elsewhere)
+    assert done.returncode == 0, done.stderr
+    record = elsewhere / "out" / "tiny-nuq3" / "collect" / "stage.json"
+    content = json.loads(record.read_text())["settings"]["data"]["path"]
+    assert content
+    assert "notes" not in content
+
+
+def test_the_same_text_in_another_place_is_the_same_text(kvcalib_command, tmp_path):
+    arguments = ["model=tiny", "data=textfile", "stage=collect"]
+    for name, text in (("a.txt", "text"), ("b.txt", "text"), ("c.txt", "other")):
+        (tmp_path / name).write_text(text)
+    kvcalib_command(*arguments, "data.path=a.txt")
+    kvcalib_command(*arguments, "data.path=b.txt")
+    assert len(kvcalib_command.ledger()) == 1
+    done = kvcalib_command(*arguments, "data.path=c.txt")
+    assert "data.path" in done.stderr
+    assert len(kvcalib_command.ledger()) == 2
+
+
+def test_a_tilde_is_the_home_directory(kvcalib_command, tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    done = kvcalib_command("model=tiny", "stage=collect", "runs_root='~/kept'", HOME=str(home))
+    assert done.returncode == 0, done.stderr
+    assert (home / "kept" / "tiny-nuq3" / "collect" / "stage.json").is_file()
+    assert (home / "kept" / "tiny-nuq3" / "kvcalib.log").is_file()
+    assert not (tmp_path / "~").exists()

@@ -1,0 +1,103 @@
+"""Cross-field checks name every problem at once; paths become absolute relative to the launch."""
+
+import copy
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from kvcalib import cli
+from kvcalib.errors import ConfigError
+from kvcalib.settings import STAGES, Levels, Rope, absolute_paths, check, plain, problems
+from kvcalib.stages import TABLE
+
+
+@pytest.fixture(scope="module")
+def default_settings():
+    cli.register_schema()
+    with initialize_config_dir(cli.conf_dir(), version_base="1.3"):
+        return cli.to_settings(compose("config"), Path("/launch"))
+
+
+@pytest.fixture
+def settings(default_settings):
+    return copy.deepcopy(default_settings)
+
+
+def test_stage_names_are_those_of_the_table():
+    assert tuple(stage.name for stage in TABLE) == STAGES
+
+
+def test_default_has_no_problem(settings):
+    assert list(problems(settings)) == []
+
+
+def test_all_problems_are_reported_together(settings):
+    settings.quant.key.bits = 9
+    settings.quant.value.group = 24
+    settings.data.windows = 0
+    with pytest.raises(ConfigError) as caught:
+        check(settings)
+    text = str(caught.value)
+    assert "quant.key.bits=9 must be 1 to 8" in text
+    assert "quant.value.group=24 must divide 32" in text
+    assert "data.windows=0 must be at least 1" in text
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "sentence"),
+    [
+        ("name", "a/b", "becomes a folder"),
+        ("name", "..", "becomes a folder"),
+        ("threads", 0, "threads=0 must be at least 1"),
+        ("stage.run", ["calibrate"], "must list some of collect"),
+        ("stage.run", [], "must list some of collect"),
+        ("quant.window", -1, "quant.window=-1"),
+        ("quant.key.rope", Rope.none, "quant.key.rope=none must be one of: pre, post"),
+        ("quant.value.rope", Rope.pre, "quant.value.rope=pre must be one of: none"),
+        ("quant.key.outliers", 0.5, "quant.key.outliers=0.5 must be a share"),
+        ("quant.key.outliers", float("nan"), "quant.key.outliers=nan must be a share"),
+        ("quant.key.levels", Levels.none, "quant.key.bits=3 must be 16"),
+        ("quant.value.levels", Levels.fp8, "quant.value.levels=fp8 needs"),
+        ("data.length", 35, "must be at least quant.sink + 32 = 36"),
+        ("data.length", 10**6, "longer than model.context=8192"),
+        ("eval.needle_lengths", [9000], "eval.needle_lengths=9000 is longer"),
+        ("eval.needle_depths", [1.5], "must lie between 0 and 1"),
+        ("data.name", "textfile", "needs data.path="),
+    ],
+)
+def test_each_mistake_gives_a_sentence(settings, path, value, sentence):
+    *parents, last = path.split(".")
+    node = settings
+    for parent in parents:
+        node = getattr(node, parent)
+    setattr(node, last, value)
+    assert any(sentence in problem for problem in problems(settings))
+
+
+def test_paths_are_relative_to_the_launch_directory(settings, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    (tmp_path / "weights").mkdir()
+    settings.runs_root, settings.run_dir = "~/runs", "runs/x"
+    settings.data.path, settings.model.path = "text/*.txt", "weights"
+    absolute_paths(settings, tmp_path)
+    assert settings.runs_root == "/home/somebody/runs"
+    assert settings.run_dir == str(tmp_path / "runs/x")
+    assert settings.data.path == str(tmp_path / "text/*.txt")
+    assert settings.model.path == str(tmp_path / "weights")
+
+
+@pytest.mark.parametrize(
+    ("path", "kept"),
+    [("owner/name", True), ("./owner/name", False), ("model.gguf", False), ("/no/such", False)],
+)
+def test_a_hub_id_is_not_a_path(settings, tmp_path, path, kept):
+    settings.model.path = path
+    absolute_paths(settings, tmp_path)
+    assert (settings.model.path == path) == (kept or path.startswith("/"))
+
+
+def test_plain_holds_json_types_only(settings):
+    kept = plain(settings)["quant"]["key"]
+    assert kept["levels"] == "nuq"
+    assert type(kept["levels"]) is str
