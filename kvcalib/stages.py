@@ -22,6 +22,7 @@ from kvcalib.settings import Settings, plain
 # ---- what a stage reads: nested dicts of JSON types, compared by the planner
 
 
+WEIGHT_FILES = {".safetensors", ".gguf", ".json", ".model"}
 FIT_KEYS = ("fisher", "range_weight", "solver")
 FRAME_KEYS = ("outliers", "range", "rope", "levels", "scope")
 
@@ -31,9 +32,9 @@ def _model_reads(settings: Settings) -> dict:
     model = plain(settings.model)
     kept = {key: model[key] for key in MODEL_KEYS}
     if kept["path"]:  # overrides every other source
-        kept.update(gguf_file=None, packages=[], sha256=None)
-        files = _files_of(kept["path"])
-        kept["files"] = {path.name: _stamp(path) for path in files}
+        kept.update(packages=[], sha256=None)
+        files = [file for file in _files_of(kept["path"]) if file.suffix in WEIGHT_FILES]
+        kept["files"] = {file.name: _stamp(file) for file in files}
     return kept
 
 

@@ -1,0 +1,106 @@
+"""What decides a stage's result: the settings that each stage reads, and nothing else."""
+
+import copy
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from kvcalib import cli
+from kvcalib.planner import Planner
+from kvcalib.settings import Device, Levels
+from kvcalib.stages import TABLE, _shipped, _spec
+
+NAMES = [stage.name for stage in TABLE]
+
+
+@pytest.fixture(scope="module")
+def composed():
+    cli.register_schema()
+    with initialize_config_dir(cli.conf_dir(), version_base="1.3"):
+        return cli.to_settings(compose("config"), Path("/launch"))
+
+
+@pytest.fixture
+def settings(composed):
+    return copy.deepcopy(composed)
+
+
+def changed(before, after):
+    """Stages whose fingerprint differs."""
+    old, new = Planner(before, TABLE).prints, Planner(after, TABLE).prints
+    return [name for name in NAMES if old[name] != new[name]]
+
+
+def test_the_table_is_in_order_of_dependence():
+    for position, stage in enumerate(TABLE):
+        assert set(stage.needs) <= set(NAMES[:position])
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "first"),
+    [
+        ("data.windows", 3, ["collect", "fisher"]),
+        ("data.sample", 64, ["fisher", "codebooks"]),
+        ("quant.sink", 0, ["collect", "fisher"]),
+        ("quant.key.outliers", 0.02, ["outliers", "codebooks"]),
+        ("quant.key.levels", Levels.nf, ["outliers", "codebooks"]),
+        ("quant.key.bits", 4, ["codebooks", "export"]),
+        ("quant.value.fisher", False, ["codebooks", "export"]),
+        ("quant.window", 64, ["export", "evaluate"]),
+        ("eval.windows", 9, ["evaluate", "report"]),
+        ("model.dtype", "bfloat16", ["collect", "fisher"]),
+        ("name", "other", ["report"]),
+        ("device", Device.cpu, []),
+        ("threads", 1, []),
+        ("quant.name", "other", []),
+        ("model.name", "other", []),
+        ("model.install", "other", []),
+        ("stage.force", True, []),
+    ],
+)
+def test_a_setting_touches_the_stages_that_read_it(settings, path, value, first):
+    before = copy.deepcopy(settings)
+    *parents, last = path.split(".")
+    node = settings
+    for parent in parents:
+        node = getattr(node, parent)
+    setattr(node, last, value)
+    touched = changed(before, settings)
+    assert touched[: len(first)] == first
+    if not first:
+        assert touched == []
+
+
+def test_local_weights_count_by_size_and_time(settings, tmp_path):
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"1234")
+    (tmp_path / "README.md").write_text("one")
+    settings.model.path = str(tmp_path)
+    before = Planner(settings, TABLE).prints
+    (tmp_path / "README.md").write_text("another")
+    assert Planner(settings, TABLE).prints == before
+    weights.write_bytes(b"12345")
+    assert Planner(settings, TABLE).prints["collect"] != before["collect"]
+
+
+def test_local_text_counts_by_content(settings, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("one")
+    settings.data.path = str(text)
+    before = Planner(settings, TABLE).prints
+    text.write_text("two!")
+    after = Planner(settings, TABLE).prints
+    assert [name for name in NAMES if before[name] == after[name]] == []
+
+
+def test_the_format_is_that_of_the_settings(settings):
+    spec = _spec(settings)
+    assert (spec.key.bits, spec.key.levels, spec.key.rope) == (3, "nuq", "pre")
+    assert (spec.value.range, spec.value.outliers) == ("token", 0.01)
+    assert (spec.window, spec.sink) == (128, 4)
+
+
+def test_no_path_of_this_machine_is_shipped(settings):
+    settings.data.path = "/secret/place"
+    assert "/" not in str(_shipped(settings))
