@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def weighted_kmeans(points: np.ndarray, weights: np.ndarray, k: int, *, seed: int) -> np.ndarray:
-    """k levels by scikit-learn's KMeans (k-means++, one start, `sample_weight`).
+    """k levels by scikit-learn's KMeans (k-means++, best of 8 starts, `sample_weight`).
 
     Weights are scaled to mean 1 first: scikit-learn turns weights of 1e-40 into infinite centres.
     """
@@ -29,7 +29,7 @@ def weighted_kmeans(points: np.ndarray, weights: np.ndarray, k: int, *, seed: in
     points, weights = _distinct(points, weights)
     if len(points) <= k:
         return pad_levels(points, k)
-    solver = KMeans(k, init="k-means++", n_init=1, max_iter=1000, tol=0.0, random_state=seed)
+    solver = KMeans(k, init="k-means++", n_init=8, max_iter=1000, tol=0.0, random_state=seed)
     solver.fit(points[:, None], sample_weight=weights)
     return pad_levels(np.unique(solver.cluster_centers_[:, 0]), k)
 
@@ -48,7 +48,7 @@ def exact_kmeans(points: np.ndarray, weights: np.ndarray, k: int) -> np.ndarray:
 
 
 def pad_levels(levels: np.ndarray, k: int) -> np.ndarray:
-    """Adds -1 and 1 where they lie outside, then the middle of the widest gap, until there are k."""
+    """Adds -1 and 1 where they lie outside, then middles of the widest gaps, until there are k."""
     levels = np.asarray(levels, np.float64)
     while len(levels) < k:
         if levels[0] > -1:

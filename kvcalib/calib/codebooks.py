@@ -1,0 +1,187 @@
+"""Stage codebooks: the levels of every layer's keys and values.
+
+Fitted levels ("nuq") see the sampled pages exactly as run time will: `quant.codec.normalise` frames
+them, takes out the outliers of each page by rank and measures the ranges. What remains are points
+v, weighted by
+
+    gradient^2 * (step * scale)^2
+
+where step * scale is the factor from v back to x for that very element (`fit.sensitivity`). Points
+beyond -1 and 1 that are no outliers keep their true value: run time gives them an end level, which
+should feel that. The points are compressed to a histogram, clustered in one dimension, rounded to
+bfloat16 and adjusted once more. Other kinds of levels need no data.
+
+levels.safetensors:  layers.{i}.{key|value}.levels  fp32 [1 or H, L], bfloat16-exact,
+                     header of `outliers` and {sample_tokens}
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kvcalib.calib import files, outliers, taps
+from kvcalib.errors import ConfigError, MissingInput
+from kvcalib.fit import grids, kmeans, sensitivity
+from kvcalib.fit.histogram import compress
+from kvcalib.fit.levels import reassign, to_bf16_distinct
+from kvcalib.quant import codec, ranges
+from kvcalib.quant.rope import to_post_rope
+from kvcalib.quant.spec import PAGE, CacheSpec, Tables, TensorSpec
+
+FILE = "levels.safetensors"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How levels are fitted. solver "kmeans" or "exact"; fisher, range_weight: factors used."""
+
+    solver: str = "kmeans"
+    fisher: bool = True
+    range_weight: bool = True
+
+
+def codebooks(
+    frames: Path,
+    sample: Path,
+    spec: CacheSpec,
+    *,
+    out: Path,
+    fit: dict[str, dict] | None = None,
+    bins: int = 4096,
+    seed: int = 0,
+    progress: taps.Progress = taps.progress_bar,
+) -> dict:
+    """Folders written by `outliers` and `fisher`. Writes levels.safetensors into `out`.
+
+    fit: {"key": fields of `Fit`, "value": ...}, the defaults where absent.
+
+    The summary gives, for fitted levels, the weighted distortion of the stored levels beside those
+    of k-means, of the optimum and of the grids on the same points. `sample` is not read when
+    nothing is fitted. Raises MissingInput without it, ConfigError if it comes from other text.
+    """
+    reader = files.Reader(Path(frames) / outliers.FILE, "outliers")
+    layers = files.layers(reader)
+    fitted = [name for name in ("key", "value") if getattr(spec, name).levels == "nuq"]
+    windows = _windows(Path(sample), reader.header) if fitted else []
+    fits = {name: Fit(**(fit or {}).get(name, {})) for name in ("key", "value")}
+    tensors, summary = {}, {}
+    for layer in progress(layers, len(layers), "codebooks"):
+        summary[layer] = {}
+        for name in ("key", "value"):
+            tensor_spec = getattr(spec, name)
+            zero, scale = (reader[f"layers.{layer}.{name}.{field}"] for field in ("zero", "scale"))
+            levels = grid(tensor_spec)
+            if name in fitted:
+                x, grad = _read_sample(windows, layer, name, tensor_spec)
+                sets = weighted_points(
+                    x, grad, Tables(zero, scale, levels), tensor_spec, fits[name]
+                )
+                levels, summary[layer][name] = _fit_books(
+                    sets, tensor_spec.bits, fits[name], bins, seed
+                )
+            tensors[f"layers.{layer}.{name}.levels"] = levels
+    header = {**reader.header, "spec": spec.to_dict(), "sample_tokens": _tokens(windows)}
+    files.save(Path(out) / FILE, tensors, header)
+    return {"fitted": fitted, "layers": summary}
+
+
+def grid(spec: TensorSpec) -> torch.Tensor:
+    """Levels fp32 [1, L] that need no data; for "nuq" the uniform ones, as a place holder."""
+    make: dict[str, Callable[[], np.ndarray]] = {
+        "uniform": lambda: grids.uniform(spec.bits, static=spec.range == "static"),
+        "nuq": lambda: grids.uniform(spec.bits, static=True),
+        "nf": lambda: grids.normal_float(spec.bits),
+        "fp8": grids.fp8_e4m3,
+        "none": lambda: np.empty(0),
+    }
+    return torch.from_numpy(make[spec.levels]()).float()[None]
+
+
+def weighted_points(
+    x: torch.Tensor, grad: torch.Tensor, tables: Tables, spec: TensorSpec, fit: Fit
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """x and gradient [n, H, D] of whole pages -> (points, weights) of the inliers, one per book."""
+    pages, grads = (t.unflatten(0, (-1, PAGE)) for t in (x, grad))
+    v, inlier, coded = codec.normalise(pages, spec, tables)
+    factor = tables.scale.expand_as(v)
+    if coded.step is not None:
+        factor = factor * ranges.expand(coded.step, spec, x.shape[-1])
+    weight = sensitivity.weights(grads, factor, use_fisher=fit.fisher, use_range=fit.range_weight)
+    kept = torch.ones_like(v, dtype=torch.bool) if inlier is None else inlier
+    heads = range(x.shape[1]) if spec.books == "head" else [slice(None)]
+    return [
+        (v[:, :, h][kept[:, :, h]].numpy(), weight[:, :, h][kept[:, :, h]].numpy()) for h in heads
+    ]
+
+
+def _fit_books(sets, bits: int, fit: Fit, bins: int, seed: int) -> tuple[torch.Tensor, dict]:
+    """Levels fp32 [books, L] and the summary, averaged over books."""
+    books, reports = [], []
+    for points, weights in sets:
+        levels, report = fit_levels(points, weights, bits, solver=fit.solver, bins=bins, seed=seed)
+        books.append(torch.from_numpy(levels).float())
+        reports.append(report)
+    return torch.stack(books), {k: float(np.mean([r[k] for r in reports])) for k in reports[0]}
+
+
+def fit_levels(
+    points: np.ndarray, weights: np.ndarray, bits: int, *, solver: str, bins: int, seed: int
+) -> tuple[np.ndarray, dict]:
+    """2^bits bfloat16 levels of least weighted distortion, and distortions of the alternatives."""
+    mean_weight = float(weights.mean())
+    points, weights = compress(points, _normal(weights), bins=bins)
+    k = 2**bits
+    candidates = {
+        "kmeans": kmeans.weighted_kmeans(points, weights, k, seed=seed),
+        "exact": kmeans.exact_kmeans(points, weights, k),
+        "uniform": grids.uniform(bits, static=True),
+        "nf": grids.normal_float(bits),
+    }
+    levels = reassign(points, weights, to_bf16_distinct(candidates[solver]))
+    report = {n: kmeans.distortion(points, weights, c) for n, c in candidates.items()}
+    report |= {"stored": kmeans.distortion(points, weights, levels), "mean_weight": mean_weight}
+    return levels, report
+
+
+def _normal(weights: np.ndarray) -> np.ndarray:
+    """Weights of mean 1, so that no bin's sum underflows; all zero stays equal weights."""
+    top = weights.max()
+    if top == 0:
+        return np.ones_like(weights)
+    weights = weights / top
+    return weights / weights.mean()
+
+
+def _windows(sample: Path, frames: dict) -> list[files.Reader]:
+    paths = sorted(sample.glob("window_*.safetensors"))
+    if not paths:
+        raise MissingInput(
+            f"no window_*.safetensors in {sample}; run `python -m kvcalib stage=fisher`"
+        )
+    readers = [files.Reader(path, "fisher") for path in paths]
+    for field in ("windows", "sink"):
+        if any(reader.header[field] != frames[field] for reader in readers):
+            raise ConfigError(
+                f"collect and fisher differ in their {field}: values and sensitivities must come "
+                "from the same text; run `python -m kvcalib stage=fisher stage.force=true`"
+            )
+    return readers
+
+
+def _tokens(windows: list[files.Reader]) -> int:
+    return sum(len(window["positions"]) for window in windows)
+
+
+def _read_sample(windows: list[files.Reader], layer: int, name: str, spec: TensorSpec):
+    """Elements and gradients [n, H, D] fp32 of one layer, all windows; after rotary if asked."""
+    x = torch.cat([w[f"layers.{layer}.{name}"] for w in windows]).float()
+    grad = torch.cat([w[f"layers.{layer}.{name}_grad"] for w in windows]).float()
+    if name == "value" or spec.rope != "post":
+        return x, grad
+    positions = torch.cat([w["positions"] for w in windows])
+    rope = files.read_rope(windows[0], layer)
+    gain = torch.cat([rope.gain, rope.gain])
+    return to_post_rope(x, positions, rope), to_post_rope(grad, positions, rope) / gain**2

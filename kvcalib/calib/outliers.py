@@ -1,0 +1,103 @@
+"""Stage outliers: thresholds of the sparse share, and with them the static frame of every channel.
+
+    range    frame [lo, hi] -> [-1, 1]
+    static   per channel, the two percentiles that leave `outliers` outside (min and max without)
+    static   fp8: the layer's largest magnitude becomes 448, one scale for all channels
+    group    per channel, min and max; keys after rotary and values: symmetric. Only conditions the
+             fp16 ranges that run time measures, which follow the data wherever they are
+    token    symmetric, the layer's largest magnitude: channels must keep their proportions
+
+A tensor that is not quantised has zero 0 and scale 1, or the power of two that keeps it in fp16.
+
+frames.safetensors:  layers.{i}.{key|value}.{zero|scale}  fp32 [H, D],
+                     header of `collect` and {spec}
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kvcalib.calib import collect, files, taps
+from kvcalib.errors import ConfigError
+from kvcalib.fit.frame import frame_from_bounds, symmetric_frame
+from kvcalib.fit.thresholds import tail_quantile, two_sided
+from kvcalib.quant.spec import CacheSpec, TensorSpec
+
+FILE = "frames.safetensors"
+_FP8_MAX = 448.0
+_FP16_MAX = 65504.0
+
+
+def outliers(
+    statistics: Path,
+    spec: CacheSpec,
+    *,
+    out: Path,
+    progress: taps.Progress = taps.progress_bar,
+) -> dict:
+    """`statistics`: folder written by `collect`. Writes frames.safetensors into `out`.
+
+    Raises ConfigError if more outliers are asked for than `collect` kept values for.
+    """
+    reader = files.Reader(Path(statistics) / collect.FILE, "collect")
+    layers, tensors, summary = files.layers(reader), {}, {}
+    for layer in progress(layers, len(layers), "outliers"):
+        summary[layer] = {}
+        for name in ("key", "value"):
+            tensor_spec = getattr(spec, name)
+            low, high = _tails(reader, layer, name, tensor_spec)
+            zero, scale = _frame(low, high, name, tensor_spec, reader.header)
+            tensors[f"layers.{layer}.{name}.zero"] = zero
+            tensors[f"layers.{layer}.{name}.scale"] = scale
+            summary[layer][name] = _summary(low, high, scale)
+    header = {**reader.header, "spec": spec.to_dict()}
+    files.save(Path(out) / FILE, tensors, header)
+    return {
+        "outliers_key": spec.key.outliers if spec.key.quantised else 0.0,
+        "outliers_value": spec.value.outliers if spec.value.quantised else 0.0,
+        "layers": summary,
+    }
+
+
+def _tails(reader, layer: int, name: str, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    source = "key_post" if name == "key" and spec.rope == "post" else name
+    return tuple(reader[f"layers.{layer}.{source}.{end}"] for end in ("low", "high"))
+
+
+def _frame(low, high, name: str, spec: TensorSpec, header: dict):
+    """(zero, scale) [H, D] from tails [k, H, D]."""
+    lo, hi = low[0].double().numpy(), high[0].double().numpy()
+    absmax = np.maximum(np.abs(lo), np.abs(hi))
+    layer_max = np.full_like(absmax, absmax.max())
+    if not spec.quantised:
+        exponent = max(0, int(np.ceil(np.log2(max(absmax.max(), 1.0) / _FP16_MAX))))
+        return torch.zeros(lo.shape), torch.full(lo.shape, 2.0**exponent)
+    if spec.levels == "fp8":
+        return symmetric_frame(layer_max / _FP8_MAX)
+    if spec.range == "token":
+        return symmetric_frame(layer_max)
+    if spec.range == "group":
+        return frame_from_bounds(lo, hi) if spec.rope == "pre" else symmetric_frame(absmax)
+    return frame_from_bounds(*_thresholds(low, high, name, spec.outliers, header))
+
+
+def _thresholds(low, high, name: str, share: float, header: dict):
+    q_lo, q_hi = two_sided(share)
+    try:
+        return tail_quantile(low, high, count=header["count"], q_lo=q_lo, q_hi=q_hi)
+    except ValueError as error:
+        largest = 2 * header["tail_share"]
+        raise ConfigError(
+            f"quant.{name}.outliers={share} is beyond what the collected statistics resolve; "
+            f"use at most {largest:g}"
+        ) from error
+
+
+def _summary(low: torch.Tensor, high: torch.Tensor, scale: torch.Tensor) -> dict:
+    """How much narrower the frames are than min..max (median over channels), and the widest one."""
+    full = (high[0] - low[0]) / 2
+    return {
+        "narrowing": float((scale / full.clamp_min(1e-30)).median()),
+        "scale_max": float(scale.max()),
+    }
