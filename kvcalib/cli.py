@@ -93,6 +93,7 @@ def _guarded(composed: DictConfig, failures: list[KvcalibError]) -> float | None
 def main() -> None:
     """Entry of `python -m kvcalib` and of the console script."""
     register_schema()
+    sys.stdout.reconfigure(errors="replace")  # a continuation may hold what a terminal cannot show
     failures: list[KvcalibError] = []
 
     @hydra.main(version_base="1.3", config_path=conf_dir(), config_name="config")

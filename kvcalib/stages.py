@@ -17,14 +17,13 @@ from pathlib import Path
 from kvcalib import records
 from kvcalib.planner import Stage, Task
 from kvcalib.session import MODEL_KEYS, Session
-from kvcalib.settings import Settings, plain
+from kvcalib.settings import Settings, TensorSettings, plain
 
 # ---- what a stage reads: nested dicts of JSON types, compared by the planner
 
 
 WEIGHT_FILES = {".safetensors", ".gguf", ".json", ".model"}
 FIT_KEYS = ("fisher", "range_weight", "solver")
-FRAME_KEYS = ("outliers", "range", "rope", "levels", "scope")
 
 
 def _model_reads(settings: Settings) -> dict:
@@ -92,9 +91,12 @@ def _fisher_reads(settings: Settings) -> dict:
 
 
 def _outliers_reads(settings: Settings) -> dict:
-    quant = plain(settings.quant)
-    both = {side: {key: quant[side][key] for key in FRAME_KEYS} for side in ("key", "value")}
-    return {"quant": both}
+    """The whole format, though bits do not enter: the frames say which format they are for."""
+    return {"quant": {"key": _format(settings.quant.key), "value": _format(settings.quant.value)}}
+
+
+def _format(tensor: TensorSettings) -> dict:
+    return {name: item for name, item in plain(tensor).items() if name not in FIT_KEYS}
 
 
 def _codebooks_reads(settings: Settings) -> dict:
@@ -198,22 +200,20 @@ def _spec(settings: Settings):
     from kvcalib.quant.spec import CacheSpec, TensorSpec
 
     quant = settings.quant
-    key, value = (
-        TensorSpec(**{name: item for name, item in plain(tensor).items() if name not in FIT_KEYS})
-        for tensor in (quant.key, quant.value)
-    )
+    key, value = (TensorSpec(**_format(tensor)) for tensor in (quant.key, quant.value))
     return CacheSpec(key, value, quant.window, quant.sink)
 
 
 def _evaluate(session: Session, task: Task) -> dict:
+    from kvcalib.artifact.io import load_artifact
     from kvcalib.eval.run import evaluate
 
     measure = plain(session.settings.eval)
     metrics = evaluate(
         session.model,
         session.tokenizer,
-        task.inputs["export"] / "kvcalib.safetensors",
-        session.evaluation,
+        load_artifact(task.inputs["export"] / "kvcalib.safetensors"),
+        session.evaluation.ids,
         **{key: item for key, item in measure.items() if key not in ("windows", "length")},
         seed=session.settings.seed,
         progress=task.progress,

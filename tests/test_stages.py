@@ -45,7 +45,7 @@ def test_the_table_is_in_order_of_dependence():
         ("quant.sink", 0, ["collect", "fisher"]),
         ("quant.key.outliers", 0.02, ["outliers", "codebooks"]),
         ("quant.key.levels", Levels.nf, ["outliers", "codebooks"]),
-        ("quant.key.bits", 4, ["codebooks", "export"]),
+        ("quant.key.bits", 4, ["outliers", "codebooks", "export"]),
         ("quant.value.fisher", False, ["codebooks", "export"]),
         ("quant.window", 64, ["export", "evaluate"]),
         ("eval.windows", 9, ["evaluate", "report"]),

@@ -14,10 +14,12 @@ METRICS = (
     ("ppl_fp", "perplexity, full precision", "{:.3f}"),
     ("ppl_simulated", "perplexity, simulated", "{:.3f}"),
     ("ppl_cache", "perplexity, quantised cache", "{:.3f}"),
-    ("kl_cache", "KL from full precision, nats/token", "{:.4f}"),
+    ("kl_cache", "KL from full precision, nats/token", "{:.3g}"),
     ("top1_agreement", "same most likely token", "{:.1%}"),
     ("bits_per_element_key", "true bits per key element", "{:.3f}"),
     ("bits_per_element_value", "true bits per value element", "{:.3f}"),
+    ("page_bits_key", "bits per key element within a page", "{:.3f}"),
+    ("page_bits_value", "bits per value element within a page", "{:.3f}"),
     ("bytes_per_token", "cache bytes per token", "{:,.0f}"),
     ("bytes_per_token_fp16", "cache bytes per token, fp16", "{:,.0f}"),
     ("compression", "times smaller than fp16", "{:.2f}"),
@@ -28,7 +30,9 @@ METRICS = (
     ("tokens", "tokens measured", "{:,.0f}"),
     ("window", "tokens per window", "{:,.0f}"),
 )
-EVERYDAY = tuple(key for key, *_ in METRICS if not key.startswith(("outlier", "tokens", "window")))
+EVERYDAY = tuple(
+    key for key, *_ in METRICS if not key.startswith(("outlier", "page", "tokens", "window"))
+)
 SHIPPED = {"export": ("artifact", "kvcalib.safetensors"), "report": ("report", "report.html")}
 
 
