@@ -10,7 +10,7 @@ def encode(v: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
     """v [..., H, D], levels [1 or H, L] increasing -> uint8 codes [..., H, D]."""
     between = (levels[:, 1:] + levels[:, :-1]) / 2
     if levels.shape[0] == 1:
-        return torch.bucketize(v, between[0]).to(torch.uint8)
+        return torch.bucketize(v.contiguous(), between[0]).to(torch.uint8)
     per_head = [torch.bucketize(v[..., h, :].contiguous(), between[h]) for h in range(levels.shape[0])]
     return torch.stack(per_head, dim=-2).to(torch.uint8)
 

@@ -13,7 +13,7 @@ to rounding.
 """
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from kvcalib.artifact.schema import Artifact, LayerTables
 from kvcalib.models.rotary import rotary
@@ -32,19 +32,38 @@ class SimulatedCache(Cache):
         for index, tables in artifact.layers.items():
             info = rotaries[index]
             rope = make_rope(tables.key.zero.shape[1], info.kind, info.inv_freq, info.scaling)
-            layers[index] = SimulatedLayer(layers[index], artifact.spec, tables, rope, attachment, chunk)
+            layers[index] = SimulatedLayer(artifact.spec, tables, rope, attachment, chunk, info.sliding_window)
         super().__init__(layers=layers)
 
 
-class SimulatedLayer(Handle):
-    """Stands before one of transformers' layers, which answers everything but `update` for an empty cache."""
+class SimulatedLayer(CacheLayerMixin, Handle):
+    """Keeps nothing: it answers one call of `attend` for the tokens of one call of `update`."""
 
-    def __init__(self, inner, spec: CacheSpec, tables: LayerTables, rope: Rope, attachment: Attachment, chunk: int | None):
-        self.inner, self.spec, self.tables, self.rope = inner, spec, tables, rope
+    def __init__(
+        self,
+        spec: CacheSpec,
+        tables: LayerTables,
+        rope: Rope,
+        attachment: Attachment,
+        chunk: int | None,
+        sliding_window: int | None,
+    ):
+        super().__init__()
+        self.spec, self.tables, self.rope = spec, tables, rope
         self.attachment, self.chunk = attachment, chunk
+        self.is_sliding = sliding_window is not None
 
-    def __getattr__(self, name: str):
-        return getattr(self.inner, name)
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.is_initialized = True
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
 
     def update(self, key: torch.Tensor, value: torch.Tensor, *args, **kwargs) -> tuple[Handle, Handle]:
         self.key, self.value = key, value
@@ -56,7 +75,7 @@ class SimulatedLayer(Handle):
 
     def attend(self, module, query, mask, base, **options) -> torch.Tensor:
         stale = stale_pairs(query.shape[2], self.spec, self.chunk, query.device)
-        if not stale.any():
+        if not (self.spec.quantised and stale.any()):
             return base(query, self.key, self.value, mask)[0]
         key, value = self._quantised()
         if bool((stale | ~_past(stale)).all()):

@@ -161,7 +161,7 @@ class LayerStore:
         needed = self.waiting.any(0).nonzero()
         first = int(needed[0]) if needed.numel() else self.recent_length
         kept = self.recent_length - first
-        capacity = kept + 2 * PAGE
+        capacity = max(kept, self.spec.window + PAGE)  # steady state of decoding: full again at the next flush
         self.recent_key = _with_capacity(self.recent_key[:, :, first:], capacity, 2, kept)
         self.recent_value = _with_capacity(self.recent_value[:, :, first:], capacity, 2, kept)
         self.waiting = self.waiting[:, first:].clone()
