@@ -72,9 +72,10 @@ def dequantise(coded: Coded, spec: TensorSpec, tables: Tables) -> torch.Tensor:
 def simulate(x: torch.Tensor, spec: TensorSpec, tables: Tables) -> torch.Tensor:
     """Quantise and dequantise [..., T, H, D] in pages from the first token on, as the cache would.
 
-    A last incomplete page is completed with copies of the last token, which leaves ranges as they are.
+    A last incomplete page is completed with copies of the last token, which leaves ranges as they are. A tensor that
+    is not quantised goes through fp16: that is what a page keeps of it.
     """
-    if not spec.quantised or x.shape[-3] == 0:
+    if x.shape[-3] == 0:
         return x.float()
     tokens = x.shape[-3]
     index = torch.arange(-(-tokens // PAGE) * PAGE, device=x.device).clamp_max(tokens - 1)
