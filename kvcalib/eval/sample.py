@@ -1,0 +1,96 @@
+"""Greedy continuation of a text, token by token, from any cache; and the one that a report shows.
+
+The prompt goes in as two passes. What a cache packs after the first, the second reads, and with it
+every token that follows: the first new token already depends on the quantised prompt. In one pass
+it would not, because a prompt attends to its own exact keys and values.
+"""
+
+import logging
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache
+
+from kvcalib.errors import ConfigError
+from kvcalib.models.families import context_length
+
+log = logging.getLogger(__name__)
+
+
+def continue_greedily(
+    model,
+    ids: torch.Tensor,
+    cache: Cache,
+    *,
+    tokens: int,
+    last: int = 1,
+    stop: frozenset = frozenset(),
+) -> list[int]:
+    """ids int64 [T], cache empty -> at most `tokens` new ids, ending before an id in `stop`.
+
+    last: how many tokens of the prompt form its second pass.
+    """
+    head, part = ids[:-last], ids[-last:]
+    if len(head):
+        model.base_model(head[None], cache=cache, use_cache=True)
+    new: list[int] = []
+    while len(new) < tokens:
+        logits = model(part[None], cache=cache, use_cache=True).logits[0, -1]
+        token = int(logits.argmax())
+        if token in stop:
+            break
+        new.append(token)
+        part = ids.new_tensor([token])
+    return new
+
+
+def stop_ids(model, tokenizer) -> frozenset[int]:
+    """The ids that end a text: the model's own and the tokenizer's."""
+    ids = model.generation_config.eos_token_id
+    ids = ids if isinstance(ids, list) else [ids]
+    return frozenset(i for i in (*ids, tokenizer.eos_token_id) if i is not None)
+
+
+def sample(
+    model, tokenizer, cache: Cache, window: torch.Tensor, *, prompt: str | None, tokens: int
+) -> dict | None:
+    """{prompt, fp, cache} as text; None for no tokens.
+
+    Without a prompt, the first half of `window` is continued.
+    """
+    if tokens == 0:
+        return None
+    ids = (
+        window[: max(len(window) // 2, 1)] if prompt is None else _encode(tokenizer, prompt, window)
+    )
+    tokens = _fitting(model, len(ids), tokens)
+    stop = stop_ids(model, tokenizer)
+    caches = {"fp": DynamicCache(config=model.config), "cache": cache}
+    texts = {
+        name: tokenizer.decode(continue_greedily(model, ids, kept, tokens=tokens, stop=stop))
+        for name, kept in caches.items()
+    }
+    return {"prompt": tokenizer.decode(ids.tolist(), skip_special_tokens=True), **texts}
+
+
+def _encode(tokenizer, prompt: str, like: torch.Tensor) -> torch.Tensor:
+    ids = like.new_tensor(tokenizer(prompt).input_ids)
+    if len(ids) == 0:
+        raise ConfigError(
+            f"eval.prompt={prompt!r} has no tokens; use eval.prompt=null for held-out text"
+        )
+    return ids
+
+
+def _fitting(model, prompt_tokens: int, tokens: int) -> int:
+    limit = context_length(model)
+    if limit is None or prompt_tokens + tokens <= limit:
+        return tokens
+    if prompt_tokens >= limit:
+        raise ConfigError(
+            f"the prompt has {prompt_tokens} tokens and the model takes {limit}; "
+            "shorten eval.prompt or eval.length"
+        )
+    log.info(
+        "sample: %d tokens instead of %d, the model takes %d", limit - prompt_tokens, tokens, limit
+    )
+    return limit - prompt_tokens

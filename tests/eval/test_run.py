@@ -1,0 +1,123 @@
+import json
+import math
+
+import pytest
+import torch
+
+from kvcalib.errors import ConfigError
+from kvcalib.eval.run import evaluate
+from kvcalib.runtime.cache import CalibratedCache
+from tests.helpers import cache_spec, make_artifact
+from tests.models.zoo import tiny
+
+KEYS = {
+    *("ppl_fp", "ppl_simulated", "ppl_cache", "kl_cache", "top1_agreement", "tokens", "window"),
+    *("bits_per_element_key", "bits_per_element_value", "bytes_per_token", "bytes_per_token_fp16"),
+    *("compression", "outlier_rate_key", "outlier_rate_value", "needle_fp", "needle_cache"),
+}
+SETTINGS = {
+    "chunk": 32,
+    "needle_lengths": [],
+    "needle_depths": [0.5],
+    "needle_trials": 1,
+    "sample_tokens": 8,
+    "prompt": None,
+    "seed": 0,
+}
+
+
+@pytest.fixture
+def measure(model, tokenizer, windows, progress):
+    def run(spec, *, model=model, **settings):
+        artifact = make_artifact(model, spec, windows[:1])
+        return evaluate(
+            model, tokenizer, artifact, windows, progress=progress, **(SETTINGS | settings)
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("window", [0, 16])
+def test_identity_is_exact_in_every_measure(measure, window):
+    spec = cache_spec("identity", "identity", window=window)
+    metrics = measure(spec, needle_lengths=[200])
+    assert metrics["ppl_cache"] == metrics["ppl_fp"]
+    assert metrics["ppl_simulated"] == metrics["ppl_fp_whole"]
+    assert metrics["ppl_fp_whole"] == pytest.approx(metrics["ppl_fp"], rel=1e-5)
+    assert metrics["kl_cache"] == metrics["kl_simulated"] == 0
+    assert metrics["top1_agreement"] == metrics["top1_simulated"] == 1
+    assert metrics["needle_fp"] == metrics["needle_cache"]
+    assert metrics["sample"]["fp"] == metrics["sample"]["cache"]
+    assert metrics["outlier_rate_key"] == metrics["outlier_rate_value"] == 0
+
+
+def test_every_key_is_there_and_is_json(measure, progress):
+    metrics = measure(cache_spec(window=16, sink=4), needle_lengths=[200])
+    assert metrics.keys() >= KEYS
+    json.dumps(metrics, allow_nan=False)
+    assert metrics["tokens"] == 2 * 159
+    assert (metrics["window"], metrics["windows"]) == (160, 2)
+    assert set(metrics["seconds"]) == {"simulated", "cache", "needle", "sample"}
+    assert [call[0] for call in progress.calls] == [2, 2, 1]
+
+
+def test_quantisation_shows_in_every_measure(measure):
+    metrics = measure(cache_spec("group", "channels"))
+    assert metrics["kl_cache"] > 1e-3
+    assert metrics["kl_simulated"] > 1e-3
+    assert metrics["ppl_cache"] != metrics["ppl_fp"]
+    assert metrics["ppl_simulated"] != metrics["ppl_fp_whole"]
+    assert metrics["top1_agreement"] < 1
+
+
+def test_totals_follow_from_the_windows(measure):
+    metrics = measure(cache_spec())
+    logs = [math.log(ppl) for ppl in metrics["per_window"]["ppl_cache"]]
+    assert len(logs) == 2
+    assert metrics["ppl_cache"] == pytest.approx(math.exp(sum(logs) / 2))
+    assert metrics["kl_cache"] == pytest.approx(sum(metrics["per_window"]["kl_cache"]) / 2)
+
+
+def test_memory_is_that_of_one_full_window(measure, model, windows):
+    spec = cache_spec(window=16, sink=4)
+    cache = CalibratedCache(make_artifact(model, spec, windows[:1]), model)
+    with torch.no_grad():
+        for part in windows[:1].split(32, dim=1):
+            model(part, cache=cache, use_cache=True)
+    metrics, report = measure(spec, needle_lengths=[200]), cache.memory_report()
+    assert metrics["memory"] == report
+    assert metrics["memory"]["tokens"] == 160
+    assert metrics["bits_per_element_key"] == report["bits_per_element_key"]
+    assert metrics["compression"] == pytest.approx(
+        metrics["bytes_per_token_fp16"] / metrics["bytes_per_token"]
+    )
+
+
+def test_a_window_longer_than_the_text_is_exact(measure):
+    metrics = measure(cache_spec(window=160))
+    assert metrics["kl_cache"] == metrics["kl_simulated"] == 0
+
+
+def test_the_order_of_the_windows_does_not_matter(measure, model, tokenizer, windows, progress):
+    artifact = make_artifact(model, cache_spec(), windows[:1])
+    both = evaluate(model, tokenizer, artifact, windows, progress=progress, **SETTINGS)
+    flipped = evaluate(model, tokenizer, artifact, windows.flip(0), progress=progress, **SETTINGS)
+    assert both["per_window"]["ppl_cache"] == flipped["per_window"]["ppl_cache"][::-1]
+    assert both["per_window"]["kl_simulated"] == flipped["per_window"]["kl_simulated"][::-1]
+
+
+def test_the_model_is_left_as_it_was(measure):
+    model = tiny("llama", attention_dropout=0.5).train()
+    original = model.config._attn_implementation
+    metrics = measure(cache_spec("identity", "identity"), model=model)
+    assert metrics["kl_cache"] == 0, "dropout was on"
+    assert model.training
+    assert model.config._attn_implementation == original
+
+
+def test_nan_is_refused(measure):
+    model = tiny("llama")
+    with torch.no_grad():
+        model.lm_head.weight[5] = torch.nan
+    with pytest.raises(ConfigError, match="NaN"):
+        measure(cache_spec(), model=model)

@@ -1,0 +1,73 @@
+"""An artifact without calibration: frames from one forward pass, levels that need no data."""
+
+import torch
+from transformers import DynamicCache
+
+from kvcalib.artifact.schema import Artifact, LayerTables
+from kvcalib.fit import grids
+from kvcalib.models.identity import identity
+from kvcalib.models.rotary import rotary
+from kvcalib.quant.rope import make_rope, to_pre_rope
+from kvcalib.quant.spec import CacheSpec, Tables, TensorSpec
+
+IDENTITY = TensorSpec(16, "none", "static")
+KEYS = {
+    "static": TensorSpec(4, "nuq", "static", rope="pre", outliers=0.02),
+    "static, per head": TensorSpec(
+        3, "uniform", "static", rope="post", outliers=0.01, books="head"
+    ),
+    "group": TensorSpec(3, "uniform", "group", group=16, rope="post"),
+    "token": TensorSpec(4, "uniform", "token", scope="head", rope="post"),
+    "fp8": TensorSpec(8, "fp8", "static", rope="post"),
+    "identity": IDENTITY,
+}
+VALUES = {
+    "token": TensorSpec(4, "nuq", "token", scope="layer", outliers=0.02),
+    "channels": TensorSpec(3, "uniform", "token", scope="channels", group=8),
+    "fp8": TensorSpec(8, "fp8", "static"),
+    "identity": IDENTITY,
+}
+
+
+def cache_spec(key: str = "static", value: str = "token", *, window: int = 0, sink: int = 0):
+    """A CacheSpec from names in KEYS and VALUES."""
+    return CacheSpec(KEYS[key], VALUES[value], window, sink)
+
+
+def make_artifact(model, spec: CacheSpec, ids: torch.Tensor) -> Artifact:
+    """ids [1, T]: the text that the frames are made for."""
+    cache, infos = DynamicCache(config=model.config), rotary(model)
+    with torch.no_grad():
+        model(ids, cache=cache, use_cache=True)
+    layers = {}
+    for index, info in infos.items():
+        key = cache.layers[index].keys[0].transpose(0, 1)
+        value = cache.layers[index].values[0].transpose(0, 1)
+        rope = make_rope(key.shape[-1], info.kind, info.inv_freq, info.scaling)
+        pre = to_pre_rope(key, torch.arange(len(key)), rope)
+        key = pre if spec.key.rope == "pre" else key[..., rope.order]
+        layers[index] = LayerTables(_tables(key, spec.key), _tables(value, spec.value))
+    return Artifact(spec, layers, identity(model))
+
+
+def _tables(x: torch.Tensor, spec: TensorSpec) -> Tables:
+    """x [T, H, D]; a static frame with outliers is narrower than the data."""
+    largest = x.float().abs().amax(0)
+    if spec.levels == "fp8":
+        largest = largest / 448
+    if spec.range == "static" and spec.outliers:
+        largest = largest * 0.7
+    if not spec.quantised:
+        largest = torch.ones_like(largest)
+    books = x.shape[1] if spec.books == "head" else 1
+    return Tables(torch.zeros_like(largest), largest, _levels(spec).expand(books, -1).clone())
+
+
+def _levels(spec: TensorSpec) -> torch.Tensor:
+    tables = {
+        "uniform": lambda: grids.uniform(spec.bits, static=spec.range == "static"),
+        "nuq": lambda: grids.normal_float(spec.bits),
+        "fp8": grids.fp8_e4m3,
+        "none": lambda: [0.0, 1.0],
+    }
+    return torch.as_tensor(tables[spec.levels]()).float()[None]
