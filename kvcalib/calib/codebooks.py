@@ -43,20 +43,22 @@ class Fit:
     range_weight: bool = True
 
 
+DEFAULT_FIT = Fit()
+
+
 def codebooks(
     frames: Path,
     sample: Path,
     spec: CacheSpec,
     *,
     out: Path,
-    fit: dict[str, dict] | None = None,
+    key: Fit = DEFAULT_FIT,
+    value: Fit = DEFAULT_FIT,
     bins: int = 4096,
     seed: int = 0,
     progress: taps.Progress = taps.progress_bar,
 ) -> dict:
     """Folders written by `outliers` and `fisher`. Writes levels.safetensors into `out`.
-
-    fit: {"key": fields of `Fit`, "value": ...}, the defaults where absent.
 
     The summary gives, for fitted levels, the weighted distortion of the stored levels beside those
     of k-means, of the optimum and of the grids on the same points. `sample` is not read when
@@ -66,22 +68,17 @@ def codebooks(
     layers = files.layers(reader)
     fitted = [name for name in ("key", "value") if getattr(spec, name).levels == "nuq"]
     windows = _windows(Path(sample), reader.header) if fitted else []
-    fits = {name: Fit(**(fit or {}).get(name, {})) for name in ("key", "value")}
     tensors, summary = {}, {}
     for layer in progress(layers, len(layers), "codebooks"):
         summary[layer] = {}
-        for name in ("key", "value"):
+        for name, fit in (("key", key), ("value", value)):
             tensor_spec = getattr(spec, name)
             zero, scale = (reader[f"layers.{layer}.{name}.{field}"] for field in ("zero", "scale"))
             levels = grid(tensor_spec)
             if name in fitted:
                 x, grad = _read_sample(windows, layer, name, tensor_spec)
-                sets = weighted_points(
-                    x, grad, Tables(zero, scale, levels), tensor_spec, fits[name]
-                )
-                levels, summary[layer][name] = _fit_books(
-                    sets, tensor_spec.bits, fits[name], bins, seed
-                )
+                sets = weighted_points(x, grad, Tables(zero, scale, levels), tensor_spec, fit)
+                levels, summary[layer][name] = _fit_books(sets, tensor_spec.bits, fit, bins, seed)
             tensors[f"layers.{layer}.{name}.levels"] = levels
     header = {**reader.header, "spec": spec.to_dict(), "sample_tokens": _tokens(windows)}
     files.save(Path(out) / FILE, tensors, header)

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvcalib.calib import collect, files, taps
+from kvcalib.calib import collect, files
 from kvcalib.errors import ConfigError
 from kvcalib.fit.frame import frame_from_bounds, symmetric_frame
 from kvcalib.fit.thresholds import tail_quantile, two_sided
@@ -29,20 +29,14 @@ _FP8_MAX = 448.0
 _FP16_MAX = 65504.0
 
 
-def outliers(
-    statistics: Path,
-    spec: CacheSpec,
-    *,
-    out: Path,
-    progress: taps.Progress = taps.progress_bar,
-) -> dict:
+def outliers(statistics: Path, spec: CacheSpec, *, out: Path) -> dict:
     """`statistics`: folder written by `collect`. Writes frames.safetensors into `out`.
 
     Raises ConfigError if more outliers are asked for than `collect` kept values for.
     """
     reader = files.Reader(Path(statistics) / collect.FILE, "collect")
     layers, tensors, summary = files.layers(reader), {}, {}
-    for layer in progress(layers, len(layers), "outliers"):
+    for layer in layers:
         summary[layer] = {}
         for name in ("key", "value"):
             tensor_spec = getattr(spec, name)

@@ -25,12 +25,14 @@ def weighted_kmeans(points: np.ndarray, weights: np.ndarray, k: int, *, seed: in
     Weights are scaled to mean 1 first: scikit-learn turns weights of 1e-40 into infinite centres.
     """
     from sklearn.cluster import KMeans  # offline only: the runtime never needs scikit-learn
+    from threadpoolctl import threadpool_limits
 
     points, weights = _distinct(points, weights)
     if len(points) <= k:
         return pad_levels(points, k)
     solver = KMeans(k, init="k-means++", n_init=8, max_iter=1000, tol=0.0, random_state=seed)
-    solver.fit(points[:, None], sample_weight=weights)
+    with threadpool_limits(1):  # a few thousand points: threads would only wait for each other
+        solver.fit(points[:, None], sample_weight=weights)
     return pad_levels(np.unique(solver.cluster_centers_[:, 0]), k)
 
 
