@@ -1,0 +1,126 @@
+"""The artifact file: what goes in comes out, and what is damaged, foreign or half-written does not load."""
+
+import json
+import re
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from kvcalib import load_artifact
+from kvcalib.artifact.io import save_artifact
+from kvcalib.artifact.schema import Artifact, LayerTables, check_model, validate
+from kvcalib.errors import ArtifactError
+from kvcalib.quant.spec import CacheSpec, Tables, TensorSpec
+
+KEY = TensorSpec(3, "nuq", "static", rope="pre", outliers=0.01)
+VALUE = TensorSpec(2, "uniform", "token", books="head")
+
+
+def tables(bits: int, books: int = 1) -> Tables:
+    levels = torch.linspace(-1, 1, 2**bits).bfloat16().float().expand(books, -1)
+    return Tables(torch.randn(2, 8), torch.rand(2, 8) + 0.1, levels)
+
+
+@pytest.fixture
+def artifact() -> Artifact:
+    shared = tables(3)
+    layers = {1: LayerTables(shared, tables(2, 2)), 4: LayerTables(shared, tables(2, 2))}
+    return Artifact(
+        CacheSpec(KEY, VALUE, 128, 4),
+        layers,
+        model={"layers": 2, "shapes": {"1": [2, 8]}, "config_sha256": "abc"},
+        calibration={"windows": "hash", "count": 3, "none": None},
+        settings={"quant": {"name": "x"}, "list": [1, 2]},
+        summary={"seconds": 1.5, "not_a_number": float("nan")},
+    )
+
+
+@pytest.fixture
+def path(artifact, tmp_path):
+    return save_artifact(artifact, tmp_path / "deep" / "kvcalib.safetensors")
+
+
+def rewrite(path, *, tensors=None, header=None, metadata=None):
+    """Saves a changed copy over `path`."""
+    with safe_open(path, "pt") as handle:
+        old = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+        meta = handle.metadata()
+    parsed = json.loads(meta["kvcalib"]) | (header or {})
+    save_file((tensors or (lambda t: t))(old), path, metadata=metadata or {"kvcalib": json.dumps(parsed)})
+
+
+def test_every_field_comes_back(artifact, path):
+    back = load_artifact(path)
+    for field in fields(Artifact):
+        if field.name not in ("layers", "summary"):
+            assert getattr(back, field.name) == getattr(artifact, field.name)
+    assert back.summary == {"seconds": 1.5, "not_a_number": None}
+    assert back.layers.keys() == artifact.layers.keys()
+    for index, layer in artifact.layers.items():
+        for name in ("key", "value"):
+            for old, new in zip(getattr(layer, name), getattr(back.layers[index], name), strict=True):
+                assert torch.equal(old, new)
+
+
+def test_nothing_but_the_file_is_left(path):
+    assert [p.name for p in path.parent.iterdir()] == ["kvcalib.safetensors"]
+    assert path.read_bytes().find(b"pickle") == -1
+
+
+def test_a_write_that_fails_leaves_the_old_file(artifact, path, monkeypatch):
+    before = path.read_bytes()
+
+    def broken(tensors, target, metadata):
+        target.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr("kvcalib.artifact.io.save_file", broken)
+    with pytest.raises(OSError, match="disk full"):
+        save_artifact(artifact, path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"header": {"version": 99}}, "version 99"),
+        ({"header": {"spec": {"key": 1}}}, "spec is damaged"),
+        ({"header": {"layers": [1]}}, "unexpected tensors"),
+        ({"header": {"layers": [1, 4, 5]}}, "missing tensors"),
+        ({"tensors": lambda t: t | {"more": torch.ones(1)}}, "unexpected tensors ['more']"),
+        ({"tensors": lambda t: {k: v for k, v in t.items() if k != "layers.1.key.zero"}}, "missing tensors"),
+        ({"tensors": lambda t: t | {"layers.1.key.scale": torch.zeros(2, 8)}}, "scale is not finite and positive"),
+        ({"tensors": lambda t: t | {"layers.1.key.levels": torch.ones(1, 8)}}, "strictly increasing"),
+        ({"tensors": lambda t: t | {"layers.4.value.zero": torch.full((2, 8), torch.nan)}}, "zero is not finite"),
+        ({"metadata": {"kvcalib": "{"}}, "header is damaged"),
+        ({"metadata": {"format": "pt"}}, "not a kvcalib artifact"),
+    ],
+)
+def test_a_damaged_file_is_refused_with_the_reason(path, change, message):
+    rewrite(path, **change)
+    with pytest.raises(ArtifactError, match=re.escape(message)):
+        load_artifact(path)
+
+
+def test_a_truncated_or_missing_file_is_refused_with_its_path(path):
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(ArtifactError, match="not a readable safetensors file"):
+        load_artifact(path)
+    with pytest.raises(ArtifactError, match="stage=export"):
+        load_artifact(path.with_name("other.safetensors"))
+
+
+def test_levels_must_be_exact_in_bf16(artifact):
+    layer = artifact.layers[1]
+    odd = layer.key._replace(levels=layer.key.levels + 1e-4)
+    with pytest.raises(ArtifactError, match="layers.1.key: levels are not exact in bf16"):
+        validate(replace(artifact, layers={1: replace(layer, key=odd)}))
+
+
+def test_another_model_is_refused_field_by_field(artifact):
+    check_model(artifact, artifact.model)
+    with pytest.raises(ArtifactError, match=r"shapes.1: artifact has \[2, 8\], model has \[4, 8\]"):
+        check_model(artifact, artifact.model | {"shapes": {"1": [4, 8]}})
