@@ -1,0 +1,220 @@
+"""Calibration and evaluation text by name; the two never overlap.
+
+    pydoc      English reference text of Python's standard library (pydoc_data.topics), sorted by
+               topic: even topics calibrate, odd ones evaluate, and a paragraph that several topics
+               share belongs to the first. Always there, no download.
+    wikitext2  train split calibrates, test split evaluates. Text as in the original files, one
+               line after the other.
+    c4         first documents of one train shard, and of one validation shard, CHARACTERS of each.
+    textfile   UTF-8 text of your own. Without `eval_path` the last HELD_OUT share of the text, from
+               the next line start, evaluates and the rest calibrates.
+
+`eval_path` replaces the evaluation text of every name. Several files, topics or documents are
+joined by a blank line, files in sorted order.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from kvcalib.data.hub import hub_column
+from kvcalib.errors import ConfigError, MissingInput
+
+CHARACTERS = 16_000_000
+"""Text taken from C4: some four million tokens, of the two hundred million of a shard."""
+HELD_OUT = 0.1
+REPEATABLE = 60
+"""Characters below which a paragraph may occur in both halves of pydoc."""
+JSON_NAME = re.compile(r"\.jsonl?(\.gz)?$")
+SPLITS = ("calibration", "evaluation")
+C4_FILES = {
+    "calibration": "en/c4-train.00000-of-01024.json.gz",
+    "evaluation": "en/c4-validation.00000-of-00008.json.gz",
+}
+
+
+def load_text(name: str, path: str | None, split: str, *, eval_path: str | None = None) -> str:
+    """The text that calibrates or evaluates. `path`, `eval_path`: file, folder or glob.
+
+    Raises MissingInput where there is no text to be had, ConfigError where the splits overlap.
+    """
+    assert split in SPLITS, split
+    if name not in SOURCES:
+        raise ConfigError(f"data.name={name!r} must be one of: {', '.join(SOURCES)}")
+    if eval_path is not None:
+        _refuse_overlap(path, eval_path)
+    held_out = split == "evaluation" and eval_path is not None
+    text = _read_all(name, eval_path) if held_out else SOURCES[name](path, split, eval_path)
+    if not text.strip():
+        where = eval_path if held_out else path or f"data={name}"
+        raise MissingInput(f"the {split} text of {where} is blank")
+    return text
+
+
+def _pydoc(path: str | None, split: str, eval_path: str | None) -> str:
+    if path is not None:
+        raise ConfigError(f"data=pydoc reads no file: use data=textfile data.path={path}")
+    from pydoc_data.topics import topics
+
+    seen: set[str] = set()
+    texts = [_unseen(topics[name], seen) for name in sorted(topics)]
+    return _join(text for text in texts[SPLITS.index(split) :: 2] if text)
+
+
+def _unseen(topic: str, seen: set[str]) -> str:
+    """The paragraphs of a topic that no earlier topic had, whatever their indent.
+
+    A quarter of the topics' text is repeated in others, so without this evaluation would meet what
+    calibration has read. Headings and other short lines stay.
+    """
+    kept = []
+    for paragraph in topic.split("\n\n"):
+        words = " ".join(paragraph.split())
+        if len(words) < REPEATABLE or words not in seen:
+            kept.append(paragraph)
+        seen.add(words)
+    return "\n\n".join(kept).strip("\n")
+
+
+def _wikitext2(path: str | None, split: str, eval_path: str | None) -> str:
+    part = {"calibration": "train", "evaluation": "test"}[split]
+    if path is None:
+        rows = hub_column("Salesforce/wikitext", "wikitext-2-raw-v1", split=part)
+        return "".join(row or " \n" for row in rows)
+    if Path(path).is_dir():
+        return _read_all("wikitext2", f"{glob.escape(path)}/wiki.{part}*.raw")
+    if split == "evaluation":
+        raise ConfigError(
+            f"data.path={path} is one file, which calibrates: evaluation needs data.eval_path=FILE,"
+            " or a folder with wiki.train*.raw and wiki.test*.raw as data.path"
+        )
+    return _read_all("wikitext2", path)
+
+
+def _c4(path: str | None, split: str, eval_path: str | None) -> str:
+    if path is None:
+        files = {"all": C4_FILES[split]}
+        return _join(_first(hub_column("allenai/c4", split="all", data_files=files)))
+    if Path(path).is_dir():
+        part = {"calibration": "train", "evaluation": "validation"}[split]
+        return _read_all("c4", f"{glob.escape(path)}/c4-{part}*.json*")
+    if split == "evaluation":
+        raise ConfigError(
+            f"data.path={path} calibrates: evaluation needs data.eval_path=FILE,"
+            " or a folder with c4-train*.json.gz and c4-validation*.json.gz as data.path"
+        )
+    return _read_all("c4", path)
+
+
+def _textfile(path: str | None, split: str, eval_path: str | None) -> str:
+    if path is None:
+        raise ConfigError("data=textfile needs data.path=<file, folder or glob>")
+    text = _read_all("textfile", path)
+    if eval_path is not None:
+        return text
+    cut = _cut(text)
+    return text[:cut] if split == "calibration" else text[cut:]
+
+
+SOURCES = {"pydoc": _pydoc, "wikitext2": _wikitext2, "c4": _c4, "textfile": _textfile}
+
+
+def files_of(path: str) -> list[Path]:
+    """The files that `path` (file, folder or glob) stands for, sorted.
+
+    Raises MissingInput when there is none.
+    """
+    root = Path(path).expanduser()
+    if root.is_dir():
+        found = [p for p in root.rglob("*") if p.is_file()]
+    else:
+        found = [root] if root.is_file() else [Path(p) for p in glob.glob(str(root))]
+    files = sorted(p for p in found if p.is_file())
+    if not files:
+        raise MissingInput(f"{path}: no such file (data.path, data.eval_path)")
+    return files
+
+
+def _refuse_overlap(path: str | None, eval_path: str) -> None:
+    shared = set(files_of(eval_path)) & set(files_of(path) if path is not None else ())
+    if shared:
+        raise ConfigError(
+            f"data.eval_path={eval_path}: {min(shared)} is calibration text too (data.path={path});"
+            " give other files, or leave data.eval_path out"
+        )
+
+
+def _cut(text: str) -> int:
+    """Where the held-out part starts: a line start at or after 1 - HELD_OUT of the text."""
+    earliest = int(len(text) * (1 - HELD_OUT))
+    newline = text.find("\n", earliest)
+    return newline + 1 if 0 <= newline < len(text) - 1 else earliest
+
+
+def _read_all(name: str, path: str) -> str:
+    """All files of `path`; those of C4 are JSON lines, plain text (.txt, .raw, ...) excepted."""
+    files = files_of(path)
+    if name != "c4":
+        return _join(map(_read, files))
+    texts = (t for f in files for t in (_documents(f) if JSON_NAME.search(f.name) else [_read(f)]))
+    return _join(_first(texts))
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _not_utf8(file, error) from error
+    except OSError as error:
+        raise MissingInput(f"{file} cannot be read: {error.strerror}") from error
+
+
+def _documents(file: Path) -> Iterator[str]:
+    """The field "text" of every line of a .json, .jsonl or .json.gz file."""
+    opened = gzip.open if file.suffix == ".gz" else open
+    try:
+        with opened(file, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _text_field(file, number, line)
+    except UnicodeDecodeError as error:
+        raise _not_utf8(file, error) from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise MissingInput(f"{file} cannot be read: {error}") from error
+
+
+def _text_field(file: Path, number: int, line: str) -> str:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise MissingInput(f"{file}, line {number}: not JSON ({error.msg})") from error
+    if type(record) is not dict or type(record.get("text")) is not str:
+        raise MissingInput(f'{file}, line {number}: no field "text" as in C4')
+    return record["text"]
+
+
+def _not_utf8(file: Path, error: UnicodeDecodeError) -> MissingInput:
+    return MissingInput(
+        f"{file} is not UTF-8 text (byte {error.object[error.start]:#04x} at {error.start}):"
+        " convert it, for instance with `iconv -f latin1 -t utf-8`"
+    )
+
+
+def _first(documents: Iterable[str]) -> Iterator[str]:
+    """Documents until CHARACTERS are reached."""
+    total = 0
+    for document in documents:
+        yield document
+        total += len(document)
+        if total >= CHARACTERS:
+            return
+
+
+def _join(texts: Iterable[str]) -> str:
+    return "\n\n".join(texts)
