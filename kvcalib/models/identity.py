@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from kvcalib.models.families import attention_modules, layer_shapes, text_config
@@ -30,6 +30,7 @@ FIELDS = (
     "rope_parameters",
 )
 KV_WEIGHTS = ("k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn", "k_norm", "k_layernorm")
+_hashes: WeakKeyDictionary[PreTrainedModel, tuple[list, str]] = WeakKeyDictionary()
 
 
 def identity(model: PreTrainedModel) -> dict:
@@ -56,16 +57,31 @@ def config_hash(model: PreTrainedModel) -> str:
 
 
 def weights_hash(model: PreTrainedModel) -> str:
-    """sha256 over names, dtypes and raw bytes of the weights that make keys and values."""
+    """sha256 over names, dtypes and raw bytes of the weights that make keys and values.
+
+    Gigabytes for a large model, so it is kept for as long as no weight has been replaced or
+    written to.
+    """
+    weights = _kv_weights(model)
+    stamp = [(w.data_ptr(), w._version, w.dtype, w.device) for _, w in weights]
+    if model not in _hashes or _hashes[model][0] != stamp:
+        _hashes[model] = (stamp, _hash(weights))
+    return _hashes[model][1]
+
+
+def _hash(weights: list[tuple[str, torch.Tensor]]) -> str:
     digest = hashlib.sha256()
-    for index, layer in attention_modules(model).items():
-        for name, weight in _kv_weights(layer):
-            digest.update(f"{index}.{name}:{weight.dtype}:{list(weight.shape)}".encode())
-            digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    for name, weight in weights:
+        digest.update(f"{name}:{weight.dtype}:{list(weight.shape)}".encode())
+        digest.update(weight.cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
-def _kv_weights(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Weights of the projections of keys and values; fused ones include the queries."""
-    state = sorted(layer.state_dict().items())
-    return [(name, weight) for name, weight in state if name.split(".")[0] in KV_WEIGHTS]
+def _kv_weights(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
+    """Weights of the projections of keys and values, all layers; fused ones include the queries."""
+    return [
+        (f"{index}.{name}", weight)
+        for index, layer in attention_modules(model).items()
+        for name, weight in sorted(layer.state_dict().items())
+        if name.split(".")[0] in KV_WEIGHTS
+    ]

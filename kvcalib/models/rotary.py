@@ -16,9 +16,9 @@ of the model's own rotary module. The pairing is found by calling the family's o
 leaves some layers unrotated by a rule that is not the attribute `use_rope`: then it gets a row in
 UNROTATED.
 
-`check_rotary` proves the result on the loaded model. A sequence of a single token attends to nothing
-but itself, so every layer sees the same input at whatever position the token stands, and its key
-before RoPE must come out the same from position 0 and from position 7.
+`check_rotary` proves the result on the loaded model. A sequence of a single token attends to
+nothing but itself, so every layer sees the same input at whatever position the token stands, and
+its key before RoPE must come out the same from position 0 and from position 7.
 """
 
 from __future__ import annotations
@@ -214,7 +214,8 @@ def _pairing(layer: nn.Module, module: nn.Module, layer_type: str | None) -> str
     key = torch.randn(1, 1, 1, 2 * inv_freq.numel(), generator=torch.Generator().manual_seed(0))
     key = key.to(inv_freq.device)
     kwargs = {"layer_type": layer_type} if layer_type else {}
-    cos, sin = probe(key, torch.ones(1, 1, dtype=torch.long, device=key.device), **kwargs)
+    at_one = torch.ones(1, 1, dtype=torch.long, device=key.device)
+    cos, sin = probe.forward(key, at_one, **kwargs)  # not probe(...): hooks are copied too
     theirs = apply(key, key, cos, sin)[1]
     for kind in ("half", "interleaved"):
         ours = _turn(key, scaling * inv_freq.cos(), scaling * inv_freq.sin(), kind)
