@@ -8,13 +8,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from kvcalib.artifact.schema import TENSORS, VERSION, Artifact, LayerTables, json_safe, validate
+from kvcalib.artifact.schema import TENSORS, VERSION, Artifact, LayerTables, json_safe, tensor_fields, validate
 from kvcalib.errors import ArtifactError
 from kvcalib.quant.spec import CacheSpec, Tables
 
 FILE_NAME = "kvcalib.safetensors"
 _METADATA_KEY = "kvcalib"
-_FIELDS = ("zero", "scale", "levels")
 _HEADER = ("version", "spec", "layers", "model", "calibration", "settings", "summary")
 
 
@@ -24,11 +23,10 @@ def save_artifact(artifact: Artifact, path: str | Path) -> Path:
     tensors = {}
     for index, layer in artifact.layers.items():
         for name in TENSORS:
-            zero, scale, levels = getattr(layer, name)
-            prefix = f"layers.{index}.{name}"
-            tensors[f"{prefix}.zero"] = zero.float().clone().contiguous()
-            tensors[f"{prefix}.scale"] = scale.float().clone().contiguous()
-            tensors[f"{prefix}.levels"] = levels.bfloat16().clone().contiguous()
+            for field in tensor_fields(getattr(artifact.spec, name)):
+                tensor = getattr(getattr(layer, name), field)
+                stored = tensor.bfloat16() if field == "levels" else tensor.float()
+                tensors[f"layers.{index}.{name}.{field}"] = stored.clone().contiguous()
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
@@ -111,17 +109,18 @@ def _parse_header(file: Path, text: str) -> dict:
 
 
 def _assemble(file: Path, header: dict, tensors: dict[str, torch.Tensor]) -> Artifact:
-    expected = {f"layers.{i}.{t}.{f}" for i in header["layers"] for t in TENSORS for f in _FIELDS}
-    if expected != tensors.keys():
-        missing, extra = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
-        raise ArtifactError(f"{file}: missing tensors {missing[:4]}, unexpected tensors {extra[:4]}")
     try:
         spec = CacheSpec.from_dict(header["spec"])
     except (TypeError, KeyError) as error:
         raise ArtifactError(f"{file}: its quantiser spec is damaged ({error})") from error
+    fields = {name: tensor_fields(getattr(spec, name)) for name in TENSORS}
+    expected = {f"layers.{i}.{name}.{field}" for i in header["layers"] for name in TENSORS for field in fields[name]}
+    if expected != tensors.keys():
+        missing, extra = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
+        raise ArtifactError(f"{file}: missing tensors {missing[:4]}, unexpected tensors {extra[:4]}")
 
     def tables(index: int, name: str) -> Tables:
-        return Tables(*(tensors[f"layers.{index}.{name}.{field}"].float() for field in _FIELDS))
+        return Tables(**{field: tensors[f"layers.{index}.{name}.{field}"].float() for field in fields[name]})
 
     layers = {i: LayerTables(tables(i, "key"), tables(i, "value")) for i in header["layers"]}
     rest = {name: header[name] for name in ("model", "calibration", "settings", "summary", "version")}

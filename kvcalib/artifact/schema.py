@@ -5,6 +5,7 @@ One safetensors file.
     tensors   layers.{i}.{key|value}.zero     fp32 [H, D]      frame, see quant/spec.py
               layers.{i}.{key|value}.scale    fp32 [H, D]      > 0
               layers.{i}.{key|value}.levels   bf16 [1 or H, L] rows strictly increasing
+              layers.{i}.{key|value}.weight   fp32 [H, D]      only where outliers rank by error
     metadata  format = "pt"
               kvcalib = JSON {version, spec, layers, model, calibration, settings, summary}
 
@@ -23,6 +24,11 @@ from kvcalib.quant.spec import CacheSpec, Tables, TensorSpec
 
 VERSION = 1
 TENSORS = ("key", "value")
+
+
+def tensor_fields(spec: TensorSpec) -> tuple[str, ...]:
+    """Fields of `Tables` that a file of this format holds."""
+    return ("zero", "scale", "levels", "weight") if spec.ranks_by_error else ("zero", "scale", "levels")
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,14 @@ def _problems(spec: TensorSpec, tables: Tables) -> list[str]:
         found.append("scale is not finite and positive")
     if spec.quantised:
         found += _level_problems(spec, tables)
+    if spec.ranks_by_error and not _is_weight(tables):
+        found.append("outliers rank by error, but weight is missing, not [heads, dim], negative or not finite")
     return found
+
+
+def _is_weight(tables: Tables) -> bool:
+    weight = tables.weight
+    return weight is not None and weight.shape == tables.scale.shape and bool((weight >= 0).all() and weight.isfinite().all())
 
 
 def _level_problems(spec: TensorSpec, tables: Tables) -> list[str]:

@@ -37,7 +37,7 @@ def normalise(x: torch.Tensor, spec: TensorSpec, tables: Tables) -> tuple[torch.
     """
     heads, dim = x.shape[-2:]
     u = (x.float() - tables.zero) / tables.scale
-    positions = sparse.select(u, spec) if spec.outliers_per_page(heads, dim) else None
+    positions = sparse.select(u, spec, tables) if spec.outliers_per_page(heads, dim) else None
     inlier = None if positions is None else sparse.inlier_mask(positions, heads, dim)
     if spec.range == "static":
         return u, inlier, Coded(u, positions=positions)

@@ -30,6 +30,8 @@ class TensorSpec:
     scope     span of a per-token range: "layer" (all heads), "head", or "channels" (`group` channels of a head)
     rope      keys: quantised before ("pre") or after ("post") rotary embedding; values: "none"
     outliers  share of the elements kept sparse in fp16
+    rank      which ones, per page: "error" (largest squared error of the dense code times the sensitivity of its
+              channel; static ranges only) or "range" (farthest outside the range of the others)
     books     one table of levels per "layer" or per "head"
     """
 
@@ -41,10 +43,15 @@ class TensorSpec:
     rope: str = "none"
     outliers: float = 0.0
     books: str = "layer"
+    rank: str = "range"
 
     @property
     def quantised(self) -> bool:
         return self.levels != "none"
+
+    @property
+    def ranks_by_error(self) -> bool:
+        return self.quantised and self.outliers > 0 and self.rank == "error"
 
     def outliers_per_page(self, heads: int, dim: int) -> int:
         return round(self.outliers * PAGE * heads * dim) if self.quantised else 0
@@ -77,8 +84,13 @@ class Tables(NamedTuple):
 
     zero, scale  fp32 [H, D], channels in the order of `rope.Rope`; scale > 0
     levels       fp32 [1 or H, 2**bits at most], rows strictly increasing, every entry exact in bf16
+    weight       fp32 [H, D] >= 0, only where outliers rank by error: what a squared error of u costs in each channel
     """
 
     zero: torch.Tensor
     scale: torch.Tensor
     levels: torch.Tensor
+    weight: torch.Tensor | None = None
+
+    def to(self, device) -> "Tables":
+        return Tables(*(None if t is None else t.to(device) for t in self))

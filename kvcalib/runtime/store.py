@@ -82,8 +82,7 @@ class LayerStore:
         self.sink_positions = self.positions
 
     def _move_tables(self, device: torch.device) -> None:
-        self.key_tables = Tables(*(t.to(device) for t in self.key_tables))
-        self.value_tables = Tables(*(t.to(device) for t in self.value_tables))
+        self.key_tables, self.value_tables = self.key_tables.to(device), self.value_tables.to(device)
         self.rope = self.rope.to(device)
 
     def _reserve(self, columns: int) -> None:

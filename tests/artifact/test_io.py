@@ -15,13 +15,13 @@ from kvcalib.artifact.schema import Artifact, LayerTables, check_model, validate
 from kvcalib.errors import ArtifactError
 from kvcalib.quant.spec import CacheSpec, Tables, TensorSpec
 
-KEY = TensorSpec(3, "nuq", "static", rope="pre", outliers=0.01)
+KEY = TensorSpec(3, "nuq", "static", rope="pre", outliers=0.01, rank="error")
 VALUE = TensorSpec(2, "uniform", "token", books="head")
 
 
 def tables(bits: int, books: int = 1) -> Tables:
     levels = torch.linspace(-1, 1, 2**bits).bfloat16().float().expand(books, -1)
-    return Tables(torch.randn(2, 8), torch.rand(2, 8) + 0.1, levels)
+    return Tables(torch.randn(2, 8), torch.rand(2, 8) + 0.1, levels, torch.rand(2, 8) if bits == 3 else None)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_every_field_comes_back(artifact, path):
     for index, layer in artifact.layers.items():
         for name in ("key", "value"):
             for old, new in zip(getattr(layer, name), getattr(back.layers[index], name), strict=True):
-                assert torch.equal(old, new)
+                assert (old is None and new is None) or torch.equal(old, new)
 
 
 def test_nothing_but_the_file_is_left(path):
@@ -95,6 +95,7 @@ def test_a_write_that_fails_leaves_the_old_file(artifact, path, monkeypatch):
         ({"tensors": lambda t: t | {"layers.1.key.scale": torch.zeros(2, 8)}}, "scale is not finite and positive"),
         ({"tensors": lambda t: t | {"layers.1.key.levels": torch.ones(1, 8)}}, "strictly increasing"),
         ({"tensors": lambda t: t | {"layers.4.value.zero": torch.full((2, 8), torch.nan)}}, "zero is not finite"),
+        ({"tensors": lambda t: t | {"layers.1.key.weight": -torch.ones(2, 8)}}, "weight is missing, not [heads, dim], negative"),
         ({"metadata": {"kvcalib": "{"}}, "header is damaged"),
         ({"metadata": {"format": "pt"}}, "not a kvcalib artifact"),
     ],

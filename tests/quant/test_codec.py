@@ -113,3 +113,14 @@ def test_normalise_tells_what_the_levels_are_compared_with():
     assert v.abs().amax().item() == pytest.approx(1, abs=2e-3)
     rebuilt = v * ranges.expand(coded.step, spec, 8) + ranges.expand(coded.base, spec, 8)
     torch.testing.assert_close(rebuilt * 0.5, x, rtol=1e-4, atol=1e-4)
+
+
+def test_rank_by_error_spends_the_budget_where_it_matters():
+    """An element far outside in a channel that hardly matters loses against a small error that does."""
+    x = torch.zeros(PAGE, 1, 4)
+    x[3, 0, 0], x[9, 0, 2] = 50.0, 1.4
+    tables = _tables(1, 4, torch.linspace(-1, 1, 8).bfloat16())
+    tables = tables._replace(weight=torch.tensor([[1e-6, 1.0, 1.0, 1.0]]))
+    for rank, position in (("range", 0 * PAGE + 3), ("error", 2 * PAGE + 9)):
+        spec = TensorSpec(3, "nf", "static", outliers=1 / (PAGE * 4), rank=rank)
+        assert quantise(x, spec, tables).positions.tolist() == [position]
