@@ -163,8 +163,9 @@ def _folder_config(folder: Path, name: str) -> PreTrainedConfig:
         if model_type not in CONFIG_MAPPING:
             raise UnsupportedModel(_unknown_type(name, model_type, "auto_map" in raw))
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (*LOAD_ERRORS, StrictDataclassError) as error:
-        raise MissingInput(f"model.path={name}: config.json is damaged: {error}") from error
+    except (*LOAD_ERRORS, TypeError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise MissingInput(f"model.path={name}: config.json is damaged: {reason}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(f"model.path={name}: {model_type!r} is not a causal language model")
     return config
@@ -182,7 +183,7 @@ def _tokenizer(folder: Path, name: str, **kwargs):
         return AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, **kwargs
         )
-    except LOAD_ERRORS as error:
+    except Exception as error:  # the tokenizers library raises no narrower class
         raise MissingInput(
             f"model.path={name} has no tokenizer that can be read: {first_line(error)}"
         ) from error

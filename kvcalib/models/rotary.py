@@ -26,7 +26,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -86,9 +86,11 @@ def check_rotary(model: PreTrainedModel, infos: dict[int, RotaryInfo]) -> None:
     """
     if all(info.kind == "none" for info in infos.values()):
         return
-    token = _loud_token(model)
+    token, short = _loud_token(model), rotary(model)
     here, there = (_single_token_keys(model, token, position) for position in (0, 7))
     for index, info in infos.items():
+        if short[index].valid_to is not None:  # the two passes are short, whatever infos are for
+            info = replace(info, inv_freq=short[index].inv_freq, scaling=short[index].scaling)
         left, right = (unrotate_key(key[index], at, info) for key, at in ((here, 0), (there, 7)))
         tolerance = 16 * torch.finfo(here[index].dtype).eps * left.abs().max()
         if (left - right).abs().max() > tolerance:

@@ -130,7 +130,7 @@ def test_check_catches_a_wrong_description(family):
     broken = RotaryInfo(wrong, dims, frequencies, info.scaling, info.sliding_window)
     with pytest.raises(UnsupportedModel, match=f"layer {index} "):
         check_rotary(model, {**right, index: broken})
-    if info.kind != "none":
+    if info.kind != "none" and info.valid_to is None:
         broken = RotaryInfo(info.kind, dims, frequencies * 1.5, info.scaling, info.sliding_window)
         with pytest.raises(UnsupportedModel, match=f"layer {index} "):
             check_rotary(model, {**right, index: broken})
@@ -145,6 +145,7 @@ def test_beyond_the_original_length_the_frequencies_are_the_models(family, gener
     long = rotary(model, length=60)
     assert not torch.equal(long[0].inv_freq, short[0].inv_freq)
     assert_recovered(model, ids, long)
+    check_rotary(model, long)
     after = rotary(model)
     assert torch.equal(after[0].inv_freq, short[0].inv_freq)
 
