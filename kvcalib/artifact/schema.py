@@ -14,6 +14,7 @@ model that was calibrated, `calibration` the text (window hash, counts, seed), `
 `summary` what was measured.
 """
 
+import logging
 import math
 from dataclasses import dataclass, field
 
@@ -21,6 +22,8 @@ import torch
 
 from kvcalib.errors import ArtifactError
 from kvcalib.quant.spec import CacheSpec, Tables, TensorSpec
+
+logger = logging.getLogger(__name__)
 
 VERSION = 1
 TENSORS = ("key", "value")
@@ -109,8 +112,17 @@ def model_differences(stored: dict, current: dict, prefix: str = "") -> list[str
 
 
 def check_model(artifact: Artifact, identity: dict) -> None:
-    """Raises ArtifactError that says what differs between the calibrated model and this one."""
-    differences = model_differences(artifact.model, identity)
+    """Raises ArtifactError that says what differs between the calibrated model and this one.
+
+    Calibrating in one precision and serving in another is normal, and rounds every weight: then the hash of the
+    weights cannot be compared, and a log line says so.
+    """
+    stored, current = dict(artifact.model), dict(identity)
+    if stored.get("dtype") != current.get("dtype"):
+        logger.info("calibrated in %s, used in %s: weights are not compared", stored.get("dtype"), current.get("dtype"))
+        for name in ("dtype", "weights_sha256"):
+            stored.pop(name, None), current.pop(name, None)
+    differences = model_differences(stored, current)
     if differences:
         raise ArtifactError(
             "this artifact was calibrated for another model: "

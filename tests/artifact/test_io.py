@@ -125,3 +125,12 @@ def test_another_model_is_refused_field_by_field(artifact):
     check_model(artifact, artifact.model)
     with pytest.raises(ArtifactError, match=r"shapes.1: artifact has \[2, 8\], model has \[4, 8\]"):
         check_model(artifact, artifact.model | {"shapes": {"1": [4, 8]}})
+
+
+def test_another_precision_of_the_same_model_is_the_same_model(artifact):
+    calibrated = replace(artifact, model=artifact.model | {"dtype": "float32", "weights_sha256": "a"})
+    check_model(calibrated, calibrated.model | {"dtype": "bfloat16", "weights_sha256": "b"})
+    with pytest.raises(ArtifactError, match="weights_sha256"):
+        check_model(calibrated, calibrated.model | {"weights_sha256": "b"})
+    with pytest.raises(ArtifactError, match="config_sha256"):
+        check_model(calibrated, calibrated.model | {"dtype": "bfloat16", "config_sha256": "b"})
