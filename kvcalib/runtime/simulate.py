@@ -22,6 +22,9 @@ from kvcalib.quant.rope import Rope, make_rope, to_post_rope, to_pre_rope
 from kvcalib.quant.spec import PAGE, CacheSpec
 from kvcalib.runtime.attention import Attachment, Handle, attach
 
+_QUERIES = 64
+"""Queries that are attended at a time."""
+
 
 class SimulatedCache(Cache):
     """Use once: model(ids, cache=SimulatedCache(artifact, model)) gives the logits of the quantised cache."""
@@ -114,16 +117,30 @@ def _past(square: torch.Tensor) -> torch.Tensor:
 
 
 def _attend_mixed(query, keys, values, stale, mask, options) -> torch.Tensor:
-    """Softmax over scores that take each key exact or quantised; values likewise. fp32 inside."""
+    """Softmax over scores that take each key exact or quantised; values likewise. fp32 inside.
+
+    Goes through the queries in blocks, each up to its last past token: a square of all pairs would be slow and large.
+    """
     batch, query_heads, tokens, dim = query.shape
-    heads = keys[0].shape[1]
-    grouped = query.float().view(batch, heads, -1, tokens, dim)
-    exact, coded = (grouped @ key.float().transpose(-1, -2).unsqueeze(2) for key in keys)
-    scores = torch.where(stale, coded, exact) * options["scaling"]
-    if options.get("softcap") is not None:
-        scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+    grouped = query.float().view(batch, keys[0].shape[1], -1, tokens, dim)
+    keys = [key.float().transpose(-1, -2).unsqueeze(2) for key in keys]
+    values = [value.float().unsqueeze(2) for value in values]
     visible = _past(stale) if mask is None else mask[:, :, None]
     hidden = ~(visible if visible.dtype == torch.bool else visible > torch.finfo(visible.dtype).min / 2)
-    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
-    output = (weights * stale) @ values[1].float().unsqueeze(2) + (weights * ~stale) @ values[0].float().unsqueeze(2)
+    blocks = []
+    for start in range(0, tokens, _QUERIES):
+        rows, past = slice(start, start + _QUERIES), slice(0, start + _QUERIES)
+        block_keys, block_values = [key[..., past] for key in keys], [value[..., past, :] for value in values]
+        block = grouped[..., rows, :], block_keys, block_values, stale[rows, past], hidden[..., rows, past]
+        blocks.append(_attend_block(*block, options))
+    output = torch.cat(blocks, dim=-2)
     return output.view(batch, query_heads, tokens, -1).transpose(1, 2).to(query.dtype)
+
+
+def _attend_block(query, keys, values, stale, hidden, options) -> torch.Tensor:
+    """query [B, H, G, t, D] -> [B, H, G, t, Dv]; keys, values: (exact, quantised) of n tokens; stale [t, n]."""
+    scores = torch.where(stale, query @ keys[1], query @ keys[0]) * options["scaling"]
+    if options.get("softcap") is not None:
+        scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
+    return weights.masked_fill(~stale, 0) @ values[1] + weights.masked_fill(stale, 0) @ values[0]
