@@ -37,9 +37,7 @@ class Result(NamedTuple):
         return f"{self.record['seconds']:.1f} s" if self.action == "ran" else self.action
 
 
-def run(
-    settings: Settings, table: tuple[Stage, ...], session: Any, *, progress: Callable
-) -> dict[str, Result]:
+def run(settings: Settings, table: tuple[Stage, ...], session: Any, *, progress: Callable) -> dict[str, Result]:
     """Plan, then do; returns what became of each stage, in the order of the table."""
     run_dir = Path(settings.run_dir)
     with records.exclusive(run_dir):
@@ -111,9 +109,7 @@ def _log_outdated(plan: Planner, done: dict[str, Result]) -> None:
     stale = [
         name
         for name in plan.stages
-        if name not in done
-        and (found := plan.found(name))
-        and found.record["fingerprint"] != plan.prints[name]
+        if name not in done and (found := plan.found(name)) and found.record["fingerprint"] != plan.prints[name]
     ]
     if stale and any(result.action == "ran" for result in done.values()):
         log.info("now out of date: %s", ", ".join(stale))

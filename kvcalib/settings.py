@@ -79,6 +79,11 @@ class Books(str, Enum):
     head = "head"
 
 
+class Rank(str, Enum):
+    error = "error"
+    range = "range"
+
+
 class Solver(str, Enum):
     kmeans = "kmeans"
     exact = "exact"
@@ -117,7 +122,7 @@ class DataSettings:
 
 @dataclass
 class TensorSettings:
-    """Format of keys or values (the first eight) and how its levels are fitted (the rest)."""
+    """Format of keys or values (the first nine) and how its levels are fitted (the rest)."""
 
     bits: int
     levels: Levels
@@ -126,6 +131,7 @@ class TensorSettings:
     group: int
     rope: Rope
     outliers: float
+    rank: Rank
     books: Books
     fisher: bool
     range_weight: bool
@@ -260,6 +266,8 @@ def _tensor_problems(key: str, tensor: TensorSettings) -> Iterator[str]:
         yield f"{key}.group={tensor.group} must divide {PAGE}"
     if not 0 <= tensor.outliers <= MAX_OUTLIERS:
         yield f"{key}.outliers={tensor.outliers} must be a share between 0 and {MAX_OUTLIERS}"
+    if tensor.rank is Rank.error and tensor.outliers > 0 and tensor.range is not Range.static:
+        yield f"{key}.rank=error needs {key}.range=static (use {key}.rank=range)"
     if tensor.books is Books.head and tensor.levels is not Levels.nuq:
         yield f"{key}.books=head needs {key}.levels=nuq (other levels are not fitted)"
 

@@ -13,9 +13,7 @@ from kvcalib.quant.spec import CacheSpec, Tables, TensorSpec
 IDENTITY = TensorSpec(16, "none", "static")
 KEYS = {
     "static": TensorSpec(4, "nuq", "static", rope="pre", outliers=0.02),
-    "static, per head": TensorSpec(
-        3, "uniform", "static", rope="post", outliers=0.01, books="head"
-    ),
+    "static, per head": TensorSpec(3, "uniform", "static", rope="post", outliers=0.01, books="head"),
     "group": TensorSpec(3, "uniform", "group", group=16, rope="post"),
     "token": TensorSpec(4, "uniform", "token", scope="head", rope="post"),
     "fp8": TensorSpec(8, "fp8", "static", rope="post"),

@@ -163,9 +163,7 @@ def test_a_changed_setting_in_the_same_run_is_refused(kvcalib_command):
 
 
 def test_an_interrupt_is_a_sentence(kvcalib_command, tmp_path):
-    waiting = FAKES.replace(
-        "return {}", "print('at work', flush=True); __import__('time').sleep(60)"
-    )
+    waiting = FAKES.replace("return {}", "print('at work', flush=True); __import__('time').sleep(60)")
     (tmp_path / "waiting.py").write_text(waiting)
     process = subprocess.Popen(
         [sys.executable, "waiting.py", "model=tiny"],

@@ -257,9 +257,7 @@ def test_a_killed_stage_never_looks_finished(bench, number, earlier):
         bench.run()
     run_dir = bench.root / "a"
     command = [sys.executable, "-c", KILLED, str(run_dir)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout.readline() == "writing\n"
     process.send_signal(number)
     process.wait(20)

@@ -48,7 +48,9 @@ def load_artifact(path: str | Path) -> Artifact:
     except (SafetensorError, OSError) as error:
         raise ArtifactError(f"{file} is not a readable safetensors file ({error})") from error
     if _METADATA_KEY not in metadata:
-        raise ArtifactError(f"{file} is a safetensors file but not a kvcalib artifact (its header has no 'kvcalib' entry)")
+        raise ArtifactError(
+            f"{file} is a safetensors file but not a kvcalib artifact (its header has no 'kvcalib' entry)"
+        )
     artifact = _assemble(file, _parse_header(file, metadata[_METADATA_KEY]), tensors)
     validate(artifact)
     return artifact
@@ -74,7 +76,9 @@ def _download(hub_id: str) -> Path:
         return Path(hf_hub_download(hub_id, FILE_NAME))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ArtifactError(f"no folder {hub_id} here, and the hub did not give {hub_id}/{FILE_NAME} ({reason})") from error
+        raise ArtifactError(
+            f"no folder {hub_id} here, and the hub did not give {hub_id}/{FILE_NAME} ({reason})"
+        ) from error
 
 
 def _header(artifact: Artifact) -> dict:

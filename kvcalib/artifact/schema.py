@@ -9,9 +9,9 @@ One safetensors file.
     metadata  format = "pt"
               kvcalib = JSON {version, spec, layers, model, calibration, settings, summary}
 
-`layers` lists the real layer indices, so gaps (layers without a cache of their own) are allowed. `model` is the identity of the
-model that was calibrated, `calibration` the text (window hash, counts, seed), `settings` every setting of the run,
-`summary` what was measured.
+`layers` lists the real layer indices, so gaps (layers without a cache of their own) are allowed. `model` is the
+identity of the model that was calibrated, `calibration` the text (window hash, counts, seed), `settings` every setting of the
+run, `summary` what was measured.
 """
 
 import logging
@@ -84,7 +84,11 @@ def _problems(spec: TensorSpec, tables: Tables) -> list[str]:
 
 def _is_weight(tables: Tables) -> bool:
     weight = tables.weight
-    return weight is not None and weight.shape == tables.scale.shape and bool((weight >= 0).all() and weight.isfinite().all())
+    return (
+        weight is not None
+        and weight.shape == tables.scale.shape
+        and bool((weight >= 0).all() and weight.isfinite().all())
+    )
 
 
 def _level_problems(spec: TensorSpec, tables: Tables) -> list[str]:

@@ -12,11 +12,12 @@ should feel that. The points are compressed to a histogram, clustered in one dim
 bfloat16 and adjusted once more. Other kinds of levels need no data.
 
 levels.safetensors:  layers.{i}.{key|value}.levels  fp32 [1 or H, L], bfloat16-exact,
+                     layers.{i}.{key|value}.weight  fp32 [H, D] where outliers rank by error,
                      header of `outliers` and {sample_tokens}
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,7 @@ from kvcalib.quant.rope import to_post_rope
 from kvcalib.quant.spec import PAGE, CacheSpec, Tables, TensorSpec
 
 FILE = "levels.safetensors"
+_ROUNDS = 2
 
 
 @dataclass(frozen=True)
@@ -66,23 +68,62 @@ def codebooks(
     """
     reader = files.Reader(Path(frames) / outliers.FILE, "outliers")
     layers = files.layers(reader)
-    fitted = [name for name in ("key", "value") if getattr(spec, name).levels == "nuq"]
-    windows = _windows(Path(sample), reader.header) if fitted else []
+    specs = {"key": spec.key, "value": spec.value}
+    sampled = [name for name, tensor_spec in specs.items() if _needs_sample(tensor_spec)]
+    windows = _windows(Path(sample), reader.header) if sampled else []
     tensors, summary = {}, {}
     for layer in progress(layers, len(layers), "codebooks"):
         summary[layer] = {}
         for name, fit in (("key", key), ("value", value)):
-            tensor_spec = getattr(spec, name)
-            zero, scale = (reader[f"layers.{layer}.{name}.{field}"] for field in ("zero", "scale"))
-            levels = grid(tensor_spec)
-            if name in fitted:
-                x, grad = _read_sample(windows, layer, name, tensor_spec)
-                sets = weighted_points(x, grad, Tables(zero, scale, levels), tensor_spec, fit)
-                levels, summary[layer][name] = _fit_books(sets, tensor_spec.bits, fit, bins, seed)
-            tensors[f"layers.{layer}.{name}.levels"] = levels
+            frame = [reader[f"layers.{layer}.{name}.{field}"] for field in ("zero", "scale")]
+            tables = Tables(*frame, _per_book(grid(specs[name]), specs[name], frame[0].shape[0]))
+            if name in sampled:
+                x, grad = _read_sample(windows, layer, name, specs[name])
+                tables, summary[layer][name] = fit_tables(x, grad, tables, specs[name], fit, bins, seed)
+            tensors[f"layers.{layer}.{name}.levels"] = tables.levels
+            if tables.weight is not None:
+                tensors[f"layers.{layer}.{name}.weight"] = tables.weight
     header = {**reader.header, "spec": spec.to_dict(), "sample_tokens": _tokens(windows)}
     files.save(Path(out) / FILE, tensors, header)
-    return {"fitted": fitted, "layers": summary}
+    return {"fitted": sampled, "layers": summary}
+
+
+def _needs_sample(spec: TensorSpec) -> bool:
+    return spec.levels == "nuq" or spec.ranks_by_error
+
+
+def fit_tables(
+    x: torch.Tensor, grad: torch.Tensor, tables: Tables, spec: TensorSpec, fit: Fit, bins: int, seed: int
+) -> tuple[Tables, dict]:
+    """Tables with fitted levels and channel weights for a sample x, grad [n, H, D] of whole pages.
+
+    Which elements are outliers by error depends on the levels, and the levels on which elements are left: the first
+    fit takes the outliers by range, then both are repeated.
+    """
+    if not spec.ranks_by_error:
+        return _fit_levels_of(x, grad, tables, spec, fit, bins, seed)
+    first, report = _fit_levels_of(x, grad, tables, replace(spec, rank="range"), fit, bins, seed)
+    tables = first._replace(weight=_channel_weight(grad, tables.scale, fit))
+    for _ in range(_ROUNDS if spec.levels == "nuq" else 0):
+        tables, report = _fit_levels_of(x, grad, tables, spec, fit, bins, seed)
+    return tables, report
+
+
+def _fit_levels_of(x, grad, tables: Tables, spec: TensorSpec, fit: Fit, bins: int, seed: int) -> tuple[Tables, dict]:
+    if spec.levels != "nuq":
+        return tables, {}
+    levels, report = _fit_books(weighted_points(x, grad, tables, spec, fit), spec.bits, fit, bins, seed)
+    return tables._replace(levels=levels), report
+
+
+def _channel_weight(grad: torch.Tensor, scale: torch.Tensor, fit: Fit) -> torch.Tensor:
+    """What a squared error of u costs in each channel, fp32 [H, D] of mean 1: mean squared gradient times scale^2."""
+    cost = sensitivity.weights(grad, scale, use_fisher=fit.fisher, use_range=True).double().mean(0)
+    return (cost / cost.mean()).float()
+
+
+def _per_book(levels: torch.Tensor, spec: TensorSpec, heads: int) -> torch.Tensor:
+    return levels.expand(heads if spec.books == "head" else 1, -1)
 
 
 def grid(spec: TensorSpec) -> torch.Tensor:
@@ -109,9 +150,7 @@ def weighted_points(
     weight = sensitivity.weights(grads, factor, use_fisher=fit.fisher, use_range=fit.range_weight)
     kept = torch.ones_like(v, dtype=torch.bool) if inlier is None else inlier
     heads = range(x.shape[1]) if spec.books == "head" else [slice(None)]
-    return [
-        (v[:, :, h][kept[:, :, h]].numpy(), weight[:, :, h][kept[:, :, h]].numpy()) for h in heads
-    ]
+    return [(v[:, :, h][kept[:, :, h]].numpy(), weight[:, :, h][kept[:, :, h]].numpy()) for h in heads]
 
 
 def _fit_books(sets, bits: int, fit: Fit, bins: int, seed: int) -> tuple[torch.Tensor, dict]:
@@ -155,9 +194,7 @@ def _normal(weights: np.ndarray) -> np.ndarray:
 def _windows(sample: Path, frames: dict) -> list[files.Reader]:
     paths = sorted(sample.glob("window_*.safetensors"))
     if not paths:
-        raise MissingInput(
-            f"no window_*.safetensors in {sample}; run `python -m kvcalib stage=fisher`"
-        )
+        raise MissingInput(f"no window_*.safetensors in {sample}; run `python -m kvcalib stage=fisher`")
     readers = [files.Reader(path, "fisher") for path in paths]
     for field in ("windows", "sink"):
         if any(reader.header[field] != frames[field] for reader in readers):

@@ -95,9 +95,7 @@ def collect(
             "value": taps.by_token(value),
         }
         for name, x in seen.items():
-            _observe(
-                channels.setdefault(f"layers.{layer}.{name}", Channels(k)), x[sink:], layer, name
-            )
+            _observe(channels.setdefault(f"layers.{layer}.{name}", Channels(k)), x[sink:], layer, name)
         return key, value
 
     with taps.frozen(model), torch.no_grad():
@@ -128,8 +126,7 @@ def _summary(tensors: dict[str, torch.Tensor], layers: list[int]) -> dict:
         summary[layer] = {}
         for name in ("key", "key_post", "value"):
             low, high, mean, std = (
-                tensors[f"layers.{layer}.{name}.{field}"]
-                for field in ("low", "high", "mean", "std")
+                tensors[f"layers.{layer}.{name}.{field}"] for field in ("low", "high", "mean", "std")
             )
             summary[layer][name] = {
                 "absmax": float(torch.maximum(low[0].abs(), high[0].abs()).max()),

@@ -9,7 +9,7 @@ from kvcalib.artifact.schema import Artifact, LayerTables
 from kvcalib.calib import codebooks, files, outliers
 from kvcalib.errors import ConfigError
 from kvcalib.models.identity import identity
-from kvcalib.quant.spec import CacheSpec, Tables
+from kvcalib.quant.spec import CacheSpec, Tables, TensorSpec
 
 _CALIBRATION = ("windows", "source", "count", "sink", "sample_tokens")
 
@@ -33,7 +33,10 @@ def export(
     _check_spec(frame_file, spec, "outliers")
     _check_spec(level_file, spec, "codebooks")
     layers = {
-        i: LayerTables(*(_tables(frame_file, level_file, i, name) for name in ("key", "value")))
+        i: LayerTables(
+            _tables(frame_file, level_file, i, "key", spec.key),
+            _tables(frame_file, level_file, i, "value", spec.value),
+        )
         for i in files.layers(frame_file)
     }
     calibration = {field: level_file.header[field] for field in _CALIBRATION}
@@ -52,6 +55,8 @@ def _check_spec(reader: files.Reader, spec: CacheSpec, stage: str) -> None:
         )
 
 
-def _tables(frames: files.Reader, levels: files.Reader, layer: int, name: str) -> Tables:
+def _tables(frames: files.Reader, levels: files.Reader, layer: int, name: str, spec: TensorSpec) -> Tables:
     prefix = f"layers.{layer}.{name}"
-    return Tables(frames[f"{prefix}.zero"], frames[f"{prefix}.scale"], levels[f"{prefix}.levels"])
+    frame = frames[f"{prefix}.zero"], frames[f"{prefix}.scale"]
+    weight = levels[f"{prefix}.weight"] if spec.ranks_by_error else None
+    return Tables(*frame, levels[f"{prefix}.levels"], weight)

@@ -23,9 +23,7 @@ def save(path: Path, tensors: dict[str, torch.Tensor], header: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     whole = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-    save_file(
-        whole, partial, metadata={"format": "pt", _HEADER: json.dumps(header, sort_keys=True)}
-    )
+    save_file(whole, partial, metadata={"format": "pt", _HEADER: json.dumps(header, sort_keys=True)})
     os.replace(partial, path)
 
 

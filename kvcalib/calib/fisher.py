@@ -70,10 +70,7 @@ def fisher(
             files.save(Path(out) / file_name(window), tensors, header)
     kept = sum(len(rows) for rows in chosen.values())
     per_token = loss_sum / (len(chosen) * (length - 1))
-    layers = {
-        i: {t: power[f"layers.{i}.{t}"] / len(chosen) for t in ("key", "value")}
-        for i in sorted(rotary)
-    }
+    layers = {i: {t: power[f"layers.{i}.{t}"] / len(chosen) for t in ("key", "value")} for i in sorted(rotary)}
     return {
         "windows": len(chosen),
         "tokens": kept,
@@ -110,9 +107,7 @@ def _backward(model, ids: torch.Tensor, rotary: taps.Rotary) -> tuple[float, dic
     def on_kv(layer: int, key: torch.Tensor, value: torch.Tensor):
         # The first layer of a frozen model has nothing to differentiate: its K and V become leaves.
         # Later ones must stay in the graph, earlier layers act on the loss through them.
-        inputs[layer] = tuple(
-            x if x.requires_grad else x.detach().requires_grad_() for x in (key, value)
-        )
+        inputs[layer] = tuple(x if x.requires_grad else x.detach().requires_grad_() for x in (key, value))
         return inputs[layer]
 
     with torch.enable_grad():
@@ -140,9 +135,7 @@ def _sample(leaves: dict, rotary, rows: torch.Tensor) -> dict[str, torch.Tensor]
         key, value, key_grad, value_grad = (taps.by_token(x.detach())[at] for x in kept)
         rope = taps.rope_of(rotary[layer], key.shape[-1]).to(key.device)
         if not (torch.isfinite(key_grad).all() and torch.isfinite(value_grad).all()):
-            raise ConfigError(
-                f"layer {layer}: gradient is NaN or infinite; use model.dtype=float32 or bfloat16"
-            )
+            raise ConfigError(f"layer {layer}: gradient is NaN or infinite; use model.dtype=float32 or bfloat16")
         name = f"layers.{layer}"
         tensors[f"{name}.key"] = to_pre_rope(key, at, rope).to(key.dtype)
         tensors[f"{name}.key_grad"] = pull_back(key_grad, at, rope).bfloat16()

@@ -27,6 +27,9 @@ from kvcalib.quant.spec import CacheSpec, TensorSpec
 FILE = "frames.safetensors"
 _FP8_MAX = 448.0
 _FP16_MAX = 65504.0
+_FP16_MIDDLE = 256.0
+"""Where run-time ranges put the largest magnitude seen: fp16 has 256 times more above, and below it tokens or groups
+smaller by 10^-6 keep their precision."""
 
 
 def outliers(statistics: Path, spec: CacheSpec, *, out: Path) -> dict:
@@ -44,7 +47,7 @@ def outliers(statistics: Path, spec: CacheSpec, *, out: Path) -> dict:
             zero, scale = _frame(low, high, name, tensor_spec, reader.header)
             tensors[f"layers.{layer}.{name}.zero"] = zero
             tensors[f"layers.{layer}.{name}.scale"] = scale
-            summary[layer][name] = _summary(low, high, scale)
+            summary[layer][name] = _summary(low, high, scale, tensor_spec)
     header = {**reader.header, "spec": spec.to_dict()}
     files.save(Path(out) / FILE, tensors, header)
     return {
@@ -70,9 +73,10 @@ def _frame(low, high, name: str, spec: TensorSpec, header: dict):
     if spec.levels == "fp8":
         return symmetric_frame(layer_max / _FP8_MAX)
     if spec.range == "token":
-        return symmetric_frame(layer_max)
+        return symmetric_frame(layer_max / _FP16_MIDDLE)
     if spec.range == "group":
-        return frame_from_bounds(lo, hi) if spec.rope == "pre" else symmetric_frame(absmax)
+        zero, scale = frame_from_bounds(lo, hi) if spec.rope == "pre" else symmetric_frame(absmax)
+        return zero, scale / _FP16_MIDDLE
     return frame_from_bounds(*_thresholds(low, high, name, spec.outliers, header))
 
 
@@ -83,15 +87,13 @@ def _thresholds(low, high, name: str, share: float, header: dict):
     except ValueError as error:
         largest = 2 * header["tail_share"]
         raise ConfigError(
-            f"quant.{name}.outliers={share} is beyond what the collected statistics resolve; "
-            f"use at most {largest:g}"
+            f"quant.{name}.outliers={share} is beyond what the collected statistics resolve; use at most {largest:g}"
         ) from error
 
 
-def _summary(low: torch.Tensor, high: torch.Tensor, scale: torch.Tensor) -> dict:
-    """How much narrower the frames are than min..max (median over channels), and the widest one."""
-    full = (high[0] - low[0]) / 2
-    return {
-        "narrowing": float((scale / full.clamp_min(1e-30)).median()),
-        "scale_max": float(scale.max()),
-    }
+def _summary(low: torch.Tensor, high: torch.Tensor, scale: torch.Tensor, spec: TensorSpec) -> dict:
+    """The widest frame and, for static ranges, how much narrower than min..max (median over channels)."""
+    found = {"scale_max": float(scale.max())}
+    if spec.quantised and spec.range == "static":
+        found["narrowing"] = float((scale / ((high[0] - low[0]) / 2).clamp_min(1e-30)).median())
+    return found

@@ -68,6 +68,5 @@ def _why_unreachable() -> str | None:
 
 def _missing(name: str, reason: str) -> MissingInput:
     return MissingInput(
-        f"no text from {name}: {reason}; pass files of it as data.path=FOLDER,"
-        " or use data=pydoc, which is always there"
+        f"no text from {name}: {reason}; pass files of it as data.path=FOLDER, or use data=pydoc, which is always there"
     )

@@ -28,9 +28,7 @@ class Fidelity:
         self.tokens, self.agreements = 0, 0
         self.nll_reference, self.nll, self.kl = 0.0, 0.0, 0.0
 
-    def observe(
-        self, reference: torch.Tensor, candidate: torch.Tensor, targets: torch.Tensor
-    ) -> None:
+    def observe(self, reference: torch.Tensor, candidate: torch.Tensor, targets: torch.Tensor) -> None:
         """Logits [N, V] of both, targets int64 [N]. Raises ConfigError when a logit is NaN."""
         for rows in zip(*(t.split(_ROWS) for t in (reference, candidate, targets)), strict=True):
             self._observe(*rows)
@@ -75,8 +73,7 @@ def _log_softmax(logits: torch.Tensor, whose: str) -> torch.Tensor:
     log_p = logits.float().log_softmax(-1)
     if log_p.isnan().any():
         raise ConfigError(
-            f"{whose} gives NaN logits on the evaluation text; "
-            "try model.dtype=float32 or model.dtype=bfloat16"
+            f"{whose} gives NaN logits on the evaluation text; try model.dtype=float32 or model.dtype=bfloat16"
         )
     return log_p
 

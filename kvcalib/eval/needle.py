@@ -60,8 +60,7 @@ def build_prompt(tokenizer, length_tokens: int, depth: float, key: str, seed: in
 
     if size(0) > length_tokens:
         raise ConfigError(
-            f"eval.needle_lengths={length_tokens} is too short: "
-            f"needle and question alone take {size(0)} tokens"
+            f"eval.needle_lengths={length_tokens} is too short: needle and question alone take {size(0)} tokens"
         )
     count = bisect_right(range(len(words) + 1), length_tokens, key=size) - 1
     before, after = _assemble(words[len(words) - count :], depth, key)
@@ -95,9 +94,7 @@ def needle(
     jobs = [(n, d, t) for n in fitting for d in depths for t in range(trials)]
     cells: dict[tuple, list[dict]] = {}
     for length, depth, trial in progress(jobs, len(jobs), "needle") if jobs else ():
-        outcome = _trial(
-            model, tokenizer, cache, spec, length, depth, f"{seed}/{length}/{depth}/{trial}"
-        )
+        outcome = _trial(model, tokenizer, cache, spec, length, depth, f"{seed}/{length}/{depth}/{trial}")
         cells.setdefault((length, depth), []).append(outcome)
     rows = [{"length": n, "depth": d, **_mean(outcomes)} for (n, d), outcomes in cells.items()]
     overall = _mean([o for outcomes in cells.values() for o in outcomes])
@@ -109,9 +106,7 @@ def needle(
     }
 
 
-def _trial(
-    model, tokenizer, cache: Cache, spec: CacheSpec, length: int, depth: float, seed: str
-) -> dict:
+def _trial(model, tokenizer, cache: Cache, spec: CacheSpec, length: int, depth: float, seed: str) -> dict:
     random_ = random.Random(seed)
     key = str(random_.randint(10000, 99999))
     prompt = build_prompt(tokenizer, length, depth, key, random_.getrandbits(32))
@@ -128,9 +123,7 @@ def _trial(
 
 def _answer(model, tokenizer, ids: torch.Tensor, cache: Cache, key: str) -> str:
     tokens = len(tokenizer(f" {key}.", add_special_tokens=False).input_ids) + 1
-    return tokenizer.decode(
-        continue_greedily(model, ids, cache, tokens=tokens, last=QUESTION_TOKENS)
-    )
+    return tokenizer.decode(continue_greedily(model, ids, cache, tokens=tokens, last=QUESTION_TOKENS))
 
 
 def _fits(model, length: int) -> bool:
@@ -142,10 +135,7 @@ def _fits(model, length: int) -> bool:
 
 
 def _mean(outcomes: list[dict]) -> dict:
-    return {
-        name: sum(o[name] for o in outcomes) / len(outcomes)
-        for name in (outcomes[0] if outcomes else ())
-    }
+    return {name: sum(o[name] for o in outcomes) / len(outcomes) for name in (outcomes[0] if outcomes else ())}
 
 
 def _haystack(seed: int, words: int) -> list[str]:
@@ -161,9 +151,7 @@ def _haystack(seed: int, words: int) -> list[str]:
 
 def _assemble(words: list[str], depth: float, key: str) -> tuple[str, str]:
     """The text up to the end of the needle, and the rest."""
-    starts = [
-        i for i in range(len(words) + 1) if i in (0, len(words)) or words[i - 1].endswith(".")
-    ]
+    starts = [i for i in range(len(words) + 1) if i in (0, len(words)) or words[i - 1].endswith(".")]
     place = min(starts, key=lambda i: abs(i - depth * len(words)))
     before = [_INTRO, " ".join(words[:place]), _NEEDLE.format(key=key)]
     after = [" ".join(words[place:]), _QUESTION]

@@ -41,10 +41,7 @@ class FrameHits:
                 self._seen[name] += u.numel()
 
     def result(self) -> dict[str, float]:
-        return {
-            f"outlier_hit_rate_{name}": self._beyond[name] / max(self._seen[name], 1)
-            for name in self._names
-        }
+        return {f"outlier_hit_rate_{name}": self._beyond[name] / max(self._seen[name], 1) for name in self._names}
 
     def _in_frame(self, stored, index: int, name: str, tables: Tables, tokens: int):
         """u [T, H, D] of the tokens past the sink that the layer still holds."""

@@ -17,9 +17,7 @@ from transformers.cache_utils import Cache
 from kvcalib.eval.fidelity import Fidelity
 
 
-def compare(
-    model, window: torch.Tensor, reference: Cache, candidate: Cache, *, chunk: int
-) -> Fidelity:
+def compare(model, window: torch.Tensor, reference: Cache, candidate: Cache, *, chunk: int) -> Fidelity:
     """window int64 [n]; both caches empty before, and filled with the whole window afterwards."""
     fidelity = Fidelity()
     for start in range(0, len(window), chunk):

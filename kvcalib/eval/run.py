@@ -92,9 +92,7 @@ def evaluate(
     }
 
 
-def _simulated(
-    model, artifact: Artifact, windows, progress, seconds
-) -> tuple[list[Fidelity], dict]:
+def _simulated(model, artifact: Artifact, windows, progress, seconds) -> tuple[list[Fidelity], dict]:
     hits, results = FrameHits(artifact, model), []
     with _timed(seconds, "simulated"):
         for window in progress(windows, len(windows), "perplexity, simulated"):

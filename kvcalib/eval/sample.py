@@ -50,18 +50,14 @@ def stop_ids(model, tokenizer) -> frozenset[int]:
     return frozenset(i for i in (*ids, tokenizer.eos_token_id) if i is not None)
 
 
-def sample(
-    model, tokenizer, cache: Cache, window: torch.Tensor, *, prompt: str | None, tokens: int
-) -> dict | None:
+def sample(model, tokenizer, cache: Cache, window: torch.Tensor, *, prompt: str | None, tokens: int) -> dict | None:
     """{prompt, fp, cache} as text; None for no tokens.
 
     Without a prompt, the first half of `window` is continued.
     """
     if tokens == 0:
         return None
-    ids = (
-        window[: max(len(window) // 2, 1)] if prompt is None else _encode(tokenizer, prompt, window)
-    )
+    ids = window[: max(len(window) // 2, 1)] if prompt is None else _encode(tokenizer, prompt, window)
     tokens = _fitting(model, len(ids), tokens)
     stop = stop_ids(model, tokenizer)
     caches = {"fp": DynamicCache(config=model.config), "cache": cache}
@@ -75,9 +71,7 @@ def sample(
 def _encode(tokenizer, prompt: str, like: torch.Tensor) -> torch.Tensor:
     ids = like.new_tensor(tokenizer(prompt).input_ids)
     if len(ids) == 0:
-        raise ConfigError(
-            f"eval.prompt={prompt!r} has no tokens; use eval.prompt=null for held-out text"
-        )
+        raise ConfigError(f"eval.prompt={prompt!r} has no tokens; use eval.prompt=null for held-out text")
     return ids
 
 
@@ -87,10 +81,7 @@ def _fitting(model, prompt_tokens: int, tokens: int) -> int:
         return tokens
     if prompt_tokens >= limit:
         raise ConfigError(
-            f"the prompt has {prompt_tokens} tokens and the model takes {limit}; "
-            "shorten eval.prompt or eval.length"
+            f"the prompt has {prompt_tokens} tokens and the model takes {limit}; shorten eval.prompt or eval.length"
         )
-    log.info(
-        "sample: %d tokens instead of %d, the model takes %d", limit - prompt_tokens, tokens, limit
-    )
+    log.info("sample: %d tokens instead of %d, the model takes %d", limit - prompt_tokens, tokens, limit)
     return limit - prompt_tokens

@@ -37,9 +37,7 @@ def _from_ordinal(index: np.ndarray) -> np.ndarray:
     return torch.from_numpy(bits).view(torch.bfloat16).double().numpy() + 0.0
 
 
-def reassign(
-    points: np.ndarray, weights: np.ndarray, levels: np.ndarray, *, steps: int = 20
-) -> np.ndarray:
+def reassign(points: np.ndarray, weights: np.ndarray, levels: np.ndarray, *, steps: int = 20) -> np.ndarray:
     """Moves bfloat16 levels to the rounded means of their own cells while distortion falls."""
     best = distortion(points, weights, levels)
     for _ in range(steps):

@@ -16,9 +16,7 @@ import warnings
 import torch
 
 
-def weights(
-    grad: torch.Tensor, scale: torch.Tensor, *, use_fisher: bool, use_range: bool
-) -> torch.Tensor:
+def weights(grad: torch.Tensor, scale: torch.Tensor, *, use_fisher: bool, use_range: bool) -> torch.Tensor:
     """Weights [N, H, D], float64, from the signed gradient [N, H, D] and a range that broadcasts.
 
     Either factor can be left out. All zero: ones, and a warning.

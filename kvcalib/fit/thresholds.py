@@ -42,9 +42,7 @@ class Tails:
         values = np.ascontiguousarray(x.detach().float().cpu().numpy().T)
         if self._ends is not None:
             values = np.concatenate([self._ends, values], 1)
-        values.sort(
-            1
-        )  # vectorised in numpy and faster than any top-k of these sizes; NaN goes last
+        values.sort(1)  # vectorised in numpy and faster than any top-k of these sizes; NaN goes last
         if not np.isfinite(values[:, [0, -1]]).all():
             raise ValueError("values contain NaN or infinity")
         if values.shape[1] > 2 * self.k:

@@ -62,9 +62,7 @@ def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
     kinds = [type(layer).__name__ for layer in DynamicCache(config=model.config).layers]
     for index, kind in enumerate(kinds):
         if kind not in QUANTISED + LEFT_ALONE:
-            raise _refusal(
-                model, f"layer {index} keeps a {kind}, which is neither attention nor state alone"
-            )
+            raise _refusal(model, f"layer {index} keeps a {kind}, which is neither attention nor state alone")
         if kind in QUANTISED and index not in modules:
             raise _refusal(model, f"layer {index} hands no keys and values to a transformers cache")
     for index, module in modules.items():
@@ -111,9 +109,7 @@ def _names_used(module: nn.Module) -> tuple[str, ...]:
 def _refuse_model(model: PreTrainedModel) -> None:
     config = text_config(model)
     if model.config.is_encoder_decoder:
-        raise _refusal(
-            model, "it is an encoder-decoder: its cross-attention cache does not grow with the text"
-        )
+        raise _refusal(model, "it is an encoder-decoder: its cross-attention cache does not grow with the text")
     if getattr(config, "add_cross_attention", False):
         raise _refusal(model, "it has cross-attention layers")
     if config.model_type in REFUSED:
@@ -129,18 +125,13 @@ def _refuse_layer(model: PreTrainedModel, index: int, module: nn.Module) -> None
     if "ALL_ATTENTION_FUNCTIONS" not in _names_used(module):
         raise _refusal(
             model,
-            f"layer {index} ({name}) computes attention itself,"
-            " not through ALL_ATTENTION_FUNCTIONS",
+            f"layer {index} ({name}) computes attention itself, not through ALL_ATTENTION_FUNCTIONS",
         )
     if hasattr(module, "kv_lora_rank"):
-        raise _refusal(
-            model, f"layer {index} ({name}) caches a compressed latent (MLA), not keys and values"
-        )
+        raise _refusal(model, f"layer {index} ({name}) caches a compressed latent (MLA), not keys and values")
     if not getattr(module, "is_causal", True):
         raise _refusal(model, f"layer {index} ({name}) is not causal")
 
 
 def _refusal(model: PreTrainedModel, reason: str) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"model type {text_config(model).model_type!r} is not supported: {reason}"
-    )
+    return UnsupportedModel(f"model type {text_config(model).model_type!r} is not supported: {reason}")

@@ -24,17 +24,13 @@ from pathlib import Path
 from kvcalib.errors import ConfigError, MissingInput
 
 
-def installed_gguf(
-    packages: list[str], gguf_file: str | None, *, sha256: str | None, install: str | None
-) -> Path:
+def installed_gguf(packages: list[str], gguf_file: str | None, *, sha256: str | None, install: str | None) -> Path:
     """The .gguf file that `packages` carry whole or in parts.
 
     Raises MissingInput when a package is not installed or its file is damaged.
     """
     if not packages or not gguf_file:
-        raise ConfigError(
-            "model.source=gguf needs model.packages and model.gguf_file, or model.path=FILE.gguf"
-        )
+        raise ConfigError("model.source=gguf needs model.packages and model.gguf_file, or model.path=FILE.gguf")
     folders = [_folder(package, install) for package in packages]
     if len(packages) == 1:
         file = _only(folders[0], gguf_file)

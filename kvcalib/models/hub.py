@@ -45,9 +45,7 @@ def hub_folder(name: str, revision: str | None) -> Path:
     except LocalEntryNotFoundError:
         pass
     except HFValidationError as error:
-        raise MissingInput(
-            f"model.path={name} is neither a folder here nor a hub id (owner/name)"
-        ) from error
+        raise MissingInput(f"model.path={name} is neither a folder here nor a hub id (owner/name)") from error
     return _download(name, revision)
 
 
@@ -65,16 +63,10 @@ def _download(name: str, revision: str | None) -> Path:
         raise _missing(name, f"it is not on this machine and the hub cannot be asked ({reason})")
     log.info("downloading %s from the hub", name)
     try:
-        return Path(
-            snapshot_download(
-                name, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED
-            )
-        )
+        return Path(snapshot_download(name, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED))
     except GatedRepoError as error:
         page = f"{constants.ENDPOINT}/{name}"
-        raise _missing(
-            name, f"it is gated: accept its licence on {page} and log in with `hf auth login`"
-        ) from error
+        raise _missing(name, f"it is gated: accept its licence on {page} and log in with `hf auth login`") from error
     except RepositoryNotFoundError as error:
         raise _missing(
             name,

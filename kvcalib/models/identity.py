@@ -40,9 +40,7 @@ def identity(model: PreTrainedModel) -> dict:
         "architecture": type(model).__name__,
         "model_type": text_config(model).model_type,
         "layers": text_config(model).num_hidden_layers,
-        "shapes": {
-            str(i): [s.heads, s.key_dim, s.value_dim, s.query_heads] for i, s in shapes.items()
-        },
+        "shapes": {str(i): [s.heads, s.key_dim, s.value_dim, s.query_heads] for i, s in shapes.items()},
         "dtype": str(model.dtype).removeprefix("torch."),
         "config_sha256": config_hash(model),
         "weights_sha256": weights_hash(model),

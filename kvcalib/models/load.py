@@ -122,9 +122,7 @@ def _from_gguf(file: Path, dtype: torch.dtype):
 def _read_gguf(file: Path, dtype: torch.dtype):
     with _quiet():
         try:
-            config = AutoConfig.from_pretrained(
-                file.parent, gguf_file=file.name, local_files_only=True
-            )
+            config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
         except LOAD_ERRORS as error:
             raise UnsupportedModel(
                 f"transformers {__version__} cannot read {file.name}: {first_line(error)}"
@@ -180,13 +178,9 @@ def _unknown_type(name: str, model_type: str | None, has_code: bool) -> str:
 
 def _tokenizer(folder: Path, name: str, **kwargs):
     try:
-        return AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, **kwargs
-        )
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **kwargs)
     except Exception as error:  # the tokenizers library raises no narrower class
-        raise MissingInput(
-            f"model.path={name} has no tokenizer that can be read: {first_line(error)}"
-        ) from error
+        raise MissingInput(f"model.path={name} has no tokenizer that can be read: {first_line(error)}") from error
 
 
 def _weights(folder: Path, name: str, **kwargs):

@@ -107,9 +107,7 @@ def unrotate_key(key: torch.Tensor, position: int, info: RotaryInfo) -> torch.Te
         return key
     angle = position * info.inv_freq.to(key.device)
     cos, sin = angle.cos() / info.scaling, angle.sin() / info.scaling
-    return torch.cat(
-        [_turn(key[..., : info.dims], cos, -sin, info.kind), key[..., info.dims :]], dim=-1
-    )
+    return torch.cat([_turn(key[..., : info.dims], cos, -sin, info.kind), key[..., info.dims :]], dim=-1)
 
 
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kind: str) -> torch.Tensor:
@@ -126,9 +124,7 @@ def _loud_token(model: PreTrainedModel) -> int:
     return int(weight.detach().float().norm(dim=-1).argmax())
 
 
-def _single_token_keys(
-    model: PreTrainedModel, token: int, position: int
-) -> dict[int, torch.Tensor]:
+def _single_token_keys(model: PreTrainedModel, token: int, position: int) -> dict[int, torch.Tensor]:
     """Keys [1, H, 1, D] that each layer hands to its cache for one token at `position`."""
     cache, keys = DynamicCache(config=model.config), {}
     update = cache.update
@@ -144,9 +140,7 @@ def _single_token_keys(
     return keys
 
 
-def _describe(
-    layer: nn.Module, module: nn.Module, layer_type: str | None, length: int | None
-) -> tuple:
+def _describe(layer: nn.Module, module: nn.Module, layer_type: str | None, length: int | None) -> tuple:
     inv_freq, scaling, valid_to = _frequencies(module, layer_type, length)
     kind = _pairing(layer, module, layer_type)
     return kind, 2 * inv_freq.numel(), inv_freq, scaling, valid_to
@@ -156,12 +150,9 @@ def _rotary_module(model: PreTrainedModel, layer: nn.Module) -> nn.Module | None
     """The module that makes cos and sin for this layer: its own, else the decoder's only one."""
     decoder = model.get_decoder()
     module = getattr(layer, "rotary_emb", None) or getattr(decoder, "rotary_emb", None)
-    if module is not None and not any(
-        name.endswith("inv_freq") for name, _ in module.named_buffers()
-    ):
+    if module is not None and not any(name.endswith("inv_freq") for name, _ in module.named_buffers()):
         raise UnsupportedModel(
-            f"model type {model.config.model_type!r} is not supported:"
-            f" {type(module).__name__} keeps no inv_freq"
+            f"model type {model.config.model_type!r} is not supported: {type(module).__name__} keeps no inv_freq"
         )
     return module
 
@@ -197,9 +188,7 @@ def _frequencies(module: nn.Module, layer_type: str | None, length: int | None) 
     }.get(kind)
     if valid_to is not None and length is not None and length > valid_to:
         kwargs = {"layer_type": layer_type} if layer_type else {}
-        inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](
-            config, inv_freq.device, seq_len=length, **kwargs
-        )
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, inv_freq.device, seq_len=length, **kwargs)
         valid_to = None if kind == "longrope" else length
     return inv_freq.detach().float().clone(), float(scaling), valid_to
 
@@ -208,9 +197,7 @@ def _pairing(layer: nn.Module, module: nn.Module, layer_type: str | None) -> str
     """Rotate a random key by the family's own function and see which pairing gives the same."""
     apply = getattr(sys.modules[type(layer).__module__], "apply_rotary_pos_emb", None)
     if apply is None:
-        raise UnsupportedModel(
-            f"{type(layer).__name__} has no apply_rotary_pos_emb to learn its RoPE from"
-        )
+        raise UnsupportedModel(f"{type(layer).__name__} has no apply_rotary_pos_emb to learn its RoPE from")
     probe = copy.deepcopy(module).float()
     inv_freq, scaling, _ = _frequencies(probe, layer_type, None)
     key = torch.randn(1, 1, 1, 2 * inv_freq.numel(), generator=torch.Generator().manual_seed(0))
@@ -223,6 +210,4 @@ def _pairing(layer: nn.Module, module: nn.Module, layer_type: str | None) -> str
         ours = _turn(key, scaling * inv_freq.cos(), scaling * inv_freq.sin(), kind)
         if torch.allclose(ours, theirs, atol=1e-4):
             return kind
-    raise UnsupportedModel(
-        f"{type(layer).__name__} pairs its rotary channels in a way that is not known"
-    )
+    raise UnsupportedModel(f"{type(layer).__name__} pairs its rotary channels in a way that is not known")

@@ -55,9 +55,7 @@ def byte_tokenizer(*, prepend_bos: bool = False) -> PreTrainedTokenizerFast:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[bos]
         )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD)
 
 
 def _symbol(byte: int) -> str:
@@ -70,9 +68,7 @@ def _symbol(byte: int) -> str:
 def _config(config: dict, tokenizer: PreTrainedTokenizerFast):
     model_type = config.get("model_type")
     if model_type not in CONFIG_MAPPING:
-        raise ConfigError(
-            f"model.config.model_type={model_type!r} is not a model type that transformers knows"
-        )
+        raise ConfigError(f"model.config.model_type={model_type!r} is not a model type that transformers knows")
     ours = {
         "vocab_size": len(tokenizer),
         "bos_token_id": tokenizer.bos_token_id,

@@ -71,6 +71,11 @@ class PageLayout:
         """Bytes of a page that belong to the "key" or the "value"."""
         return sum(s.nbytes for key, s in self.sections.items() if key.startswith(name))
 
+    @property
+    def common_bytes(self) -> int:
+        """Bytes of a page that belong to neither: position and padding."""
+        return self.nbytes - self.tensor_bytes("key") - self.tensor_bytes("value")
+
     def _add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         section = Section(self.nbytes, shape, dtype)
         self.sections[name] = section

@@ -5,8 +5,8 @@
 
 Min and max leave the outliers out. They are taken over
 
-    group     `group` consecutive tokens of a page, per channel      -> [..., P/group, H, D]
-    token     one token over "layer" / "head" / "channels"           -> [..., P, 1, 1] / [..., P, H, 1] / [..., P, H, D/group]
+    group     `group` consecutive tokens of a page, per channel    -> [..., P/group, H, D]
+    token     one token over "layer" / "head" / "channels"         -> [..., P, 1, 1] / [P, H, 1] / [P, H, D/group]
 
 Codes are chosen against the fp16 numbers that are stored, so their rounding costs nothing. A constant group has
 step 0 and comes back as its base.
@@ -28,7 +28,9 @@ def range_shape(spec: TensorSpec, heads: int, dim: int) -> tuple[int, ...]:
     return {"layer": (PAGE, 1, 1), "head": (PAGE, heads, 1), "channels": (PAGE, heads, dim // spec.group)}[spec.scope]
 
 
-def measure(u: torch.Tensor, inlier: torch.Tensor | None, spec: TensorSpec, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
+def measure(
+    u: torch.Tensor, inlier: torch.Tensor | None, spec: TensorSpec, levels: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """u fp32 [..., P, H, D], inlier bool alike or None -> (step, base) fp16 of `range_shape`."""
     cells = _cells(u, spec)
     low, high = cells.amin(-1), cells.amax(-1)

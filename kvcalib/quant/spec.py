@@ -51,7 +51,7 @@ class TensorSpec:
 
     @property
     def ranks_by_error(self) -> bool:
-        return self.quantised and self.outliers > 0 and self.rank == "error"
+        return self.quantised and self.outliers > 0 and self.range == "static" and self.rank == "error"
 
     def outliers_per_page(self, heads: int, dim: int) -> int:
         return round(self.outliers * PAGE * heads * dim) if self.quantised else 0

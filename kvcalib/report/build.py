@@ -128,8 +128,7 @@ def distortions(run: Run) -> dict[str, dict[str, list[float]]]:
     summary = run.records.get("codebooks", {}).get("summary", {})
     layers = list(summary.get("layers", {}).values())
     return {
-        side: {kind: [layer[side][kind] for layer in layers] for kind in FITS}
-        for side in summary.get("fitted", [])
+        side: {kind: [layer[side][kind] for layer in layers] for kind in FITS} for side in summary.get("fitted", [])
     }
 
 

@@ -30,9 +30,7 @@ METRICS = (
     ("tokens", "tokens measured", "{:,.0f}"),
     ("window", "tokens per window", "{:,.0f}"),
 )
-EVERYDAY = tuple(
-    key for key, *_ in METRICS if not key.startswith(("outlier", "page", "tokens", "window"))
-)
+EVERYDAY = tuple(key for key, *_ in METRICS if not key.startswith(("outlier", "page", "tokens", "window")))
 SHIPPED = {"export": ("artifact", "kvcalib.safetensors"), "report": ("report", "report.html")}
 
 

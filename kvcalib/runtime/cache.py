@@ -1,7 +1,7 @@
 """`CalibratedCache`: a transformers Cache that keeps keys and values in the bits of a calibrated artifact.
 
-    cache = CalibratedCache.from_pretrained("runs/smollm2-nuq3/export/kvcalib.safetensors", model)
-    model.generate(**inputs, cache=cache)
+cache = CalibratedCache.from_pretrained("runs/smollm2-nuq3/export/kvcalib.safetensors", model)
+model.generate(**inputs, cache=cache)
 """
 
 import copy

@@ -71,7 +71,9 @@ class CalibratedLayer(CacheLayerMixin, Handle):
     def _attend_packed(self, query: torch.Tensor, allowed: torch.Tensor, options: dict) -> torch.Tensor:
         for name in ("position_bias", "s_aux"):
             if options.get(name) is not None:
-                raise UnsupportedModel(f"attention with {name} over a quantised cache is not supported; use quant=identity")
+                raise UnsupportedModel(
+                    f"attention with {name} over a quantised cache is not supported; use quant=identity"
+                )
         packed = self.store.packed(allowed[..., -self.store.recent_length :])
         return dispatch.attend(
             query,

@@ -1,8 +1,8 @@
 """What a CalibratedCache holds, byte by byte.
 
 Bits per element count everything that is stored because tokens are cached: codes, scales, sparse values and
-indices, page headers, sink and window (capacity, not just what is filled), and the bookkeeping of columns. Frames and levels do
-not grow with the tokens; they are listed as `tables`.
+indices, page headers, sink and window (capacity, not just what is filled), and the bookkeeping of columns. Frames and
+levels do not grow with the tokens; they are listed as `tables`.
 """
 
 from kvcalib.quant.spec import PAGE
@@ -11,7 +11,13 @@ from kvcalib.quant.spec import PAGE
 def memory_report(layers: list) -> dict:
     """layers: CalibratedLayers. Bytes over all layers and rows; `tokens` columns per row (padding included)."""
     stores = [layer.store for layer in layers if layer.store.layout is not None]
-    tables = sum(_bytes(t) for layer in layers for pair in (layer.store.key_tables, layer.store.value_tables) for t in pair if t is not None)
+    tables = sum(
+        _bytes(t)
+        for layer in layers
+        for pair in (layer.store.key_tables, layer.store.value_tables)
+        for t in pair
+        if t is not None
+    )
     if not stores:
         return {"tokens": 0, "total_bytes": tables, "tables_bytes": tables}
     parts = [_parts(store) for store in stores]
@@ -37,7 +43,7 @@ def memory_report(layers: list) -> dict:
 
 def _parts(store) -> dict:
     layout = store.layout
-    common = layout.nbytes - layout.tensor_bytes("key") - layout.tensor_bytes("value")
+    common = layout.common_bytes
     pages = store.pages.shape[0] * store.pages.shape[1]
     columns = _bytes(store.waiting) + _bytes(store.positions) + _bytes(store.sink_positions)
     sizes = {}
@@ -52,9 +58,9 @@ def _parts(store) -> dict:
 
 def _page_bits(stores, name: str) -> float:
     """Bits per element inside pages: what the context tends to when it grows."""
-    used = sum(s.layout.tensor_bytes(name) + (s.layout.nbytes - s.layout.tensor_bytes("key") - s.layout.tensor_bytes("value")) / 2 for s in stores)
-    dims = sum(PAGE * s.layout.heads * (s.layout.key_dim if name == "key" else s.layout.value_dim) for s in stores)
-    return 8 * used / dims
+    layouts = [store.layout for store in stores]
+    used = sum(layout.tensor_bytes(name) + layout.common_bytes / 2 for layout in layouts)
+    return 8 * used / sum(PAGE * layout.heads * getattr(layout, f"{name}_dim") for layout in layouts)
 
 
 def _bytes(tensor) -> int:

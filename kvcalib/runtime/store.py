@@ -47,7 +47,16 @@ class LayerStore:
         """Every tensor that grows with the cache, by name."""
         if self.layout is None:
             return {}
-        names = ("pages", "sink_key", "sink_value", "sink_positions", "recent_key", "recent_value", "waiting", "positions")
+        names = (
+            "pages",
+            "sink_key",
+            "sink_value",
+            "sink_positions",
+            "recent_key",
+            "recent_value",
+            "waiting",
+            "positions",
+        )
         return {name: getattr(self, name) for name in names}
 
     # --- arrival -----------------------------------------------------------------------------------------------
@@ -122,7 +131,9 @@ class LayerStore:
     def _move_sink(self, row: int, columns: torch.Tensor) -> None:
         if self.sink_key.shape[2] == 0:
             self.sink_key = self.recent_key.new_zeros(*self.recent_key.shape[:2], self.spec.sink, self.layout.key_dim)
-            self.sink_value = self.recent_value.new_zeros(*self.recent_value.shape[:2], self.spec.sink, self.layout.value_dim)
+            self.sink_value = self.recent_value.new_zeros(
+                *self.recent_value.shape[:2], self.spec.sink, self.layout.value_dim
+            )
             self.sink_positions = self.positions.new_zeros(self.batch, self.spec.sink)
         self.sink_key[row] = self.recent_key[row][:, columns]
         self.sink_value[row] = self.recent_value[row][:, columns]
@@ -134,8 +145,8 @@ class LayerStore:
         positions = self.positions[row, columns].view(-1, PAGE)
         if not (positions.diff(dim=1) == 1).all():
             raise UnsupportedModel(
-                "the position ids of 32 neighbouring tokens do not count up by one, which a page of a quantised cache needs; "
-                "pass ordinary position_ids, or use quant=identity"
+                "the position ids of 32 neighbouring tokens do not count up by one, which a page of a quantised cache "
+                "needs; pass ordinary position_ids, or use quant=identity"
             )
         key = self.recent_key[row].index_select(1, columns).transpose(0, 1)  # [T, H, D]
         value = self.recent_value[row].index_select(1, columns).transpose(0, 1)

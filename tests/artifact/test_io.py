@@ -95,7 +95,10 @@ def test_a_write_that_fails_leaves_the_old_file(artifact, path, monkeypatch):
         ({"tensors": lambda t: t | {"layers.1.key.scale": torch.zeros(2, 8)}}, "scale is not finite and positive"),
         ({"tensors": lambda t: t | {"layers.1.key.levels": torch.ones(1, 8)}}, "strictly increasing"),
         ({"tensors": lambda t: t | {"layers.4.value.zero": torch.full((2, 8), torch.nan)}}, "zero is not finite"),
-        ({"tensors": lambda t: t | {"layers.1.key.weight": -torch.ones(2, 8)}}, "weight is missing, not [heads, dim], negative"),
+        (
+            {"tensors": lambda t: t | {"layers.1.key.weight": -torch.ones(2, 8)}},
+            "weight is missing, not [heads, dim], negative",
+        ),
         ({"metadata": {"kvcalib": "{"}}, "header is damaged"),
         ({"metadata": {"format": "pt"}}, "not a kvcalib artifact"),
     ],

@@ -60,9 +60,7 @@ def tables(out, layer, name) -> Tables:
 
 def sample(folder, layer, name, spec):
     readers = [Reader(path, "fisher") for path in sorted((folder / "fisher").glob("window_*"))]
-    x, grad = (
-        torch.cat([r[f"layers.{layer}.{name}{end}"] for r in readers]) for end in ("", "_grad")
-    )
+    x, grad = (torch.cat([r[f"layers.{layer}.{name}{end}"] for r in readers]) for end in ("", "_grad"))
     if spec.rope == "post":
         from kvcalib.calib.files import read_rope
 
@@ -206,3 +204,18 @@ def test_post_rotary_gradient_undoes_the_gain(tmp_path):
     # the loss to first order, <gradient, key>, is the same on both sides of the rotation
     torch.testing.assert_close((x * grad).sum(-1), (pre_x * pre_grad).sum(-1), rtol=1e-3, atol=1e-4)
     assert rotary(model)[0].scaling != 1
+
+
+def test_outliers_by_error_cost_less_than_outliers_by_range(folder, tmp_path):
+    """Same bits, same number of outliers: the weighted error of the codec itself is the judge."""
+    damage = {}
+    for rank in ("range", "error"):
+        spec = replace(KEY, bits=2, rank=rank)
+        reader, _ = run_stages(folder, tmp_path / rank, key=spec)
+        fitted = tables(tmp_path / rank, 0, "key")
+        if rank == "error":
+            fitted = fitted._replace(weight=reader["layers.0.key.weight"])
+            assert fitted.weight.mean() == pytest.approx(1)
+        x, grad = sample(folder, 0, "key", spec)
+        damage[rank] = ((codec.simulate(x, spec, fitted) - x) * grad).square().sum().item()
+    assert damage["error"] < 0.99 * damage["range"]  # random weights: channels hardly differ in sensitivity

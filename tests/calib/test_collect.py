@@ -59,9 +59,7 @@ def test_percentiles_and_moments_of_everything_but_the_sink(llama, tmp_path, lay
         expected = np.percentile(x.numpy(), [2, 98], axis=0)
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(field["mean"].double(), x.mean(0), rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(
-            field["std"].double(), x.std(0, correction=0), rtol=1e-4, atol=1e-5
-        )
+        torch.testing.assert_close(field["std"].double(), x.std(0, correction=0), rtol=1e-4, atol=1e-5)
 
 
 def test_order_of_windows_does_not_matter(llama, tmp_path):

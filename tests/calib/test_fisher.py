@@ -17,9 +17,7 @@ STEP = 5e-3  # large against the float32 of the norms, small against keys of ord
 
 
 def run_fisher(model, windows, out, *, tokens=1 << 20):
-    summary = fisher(
-        model, rotary(model), windows, sink=SINK, tokens=tokens, out=out, progress=quiet
-    )
+    summary = fisher(model, rotary(model), windows, sink=SINK, tokens=tokens, out=out, progress=quiet)
     return summary, [Reader(path, "fisher") for path in sorted(out.glob("window_*"))]
 
 
@@ -56,8 +54,7 @@ def test_gradient_is_a_finite_difference(family, name, tmp_path):
         token, head, channel = _largest(gradient)
         at = (SINK + token, head, channel)
         up, down = (
-            nudged_loss(model, windows.ids[0], layer=layer, name=name, at=at, step=step)
-            for step in (STEP, -STEP)
+            nudged_loss(model, windows.ids[0], layer=layer, name=name, at=at, step=step) for step in (STEP, -STEP)
         )
         found = gradient[token, head, channel].item()
         assert (up - down) / (2 * STEP) == pytest.approx(found, rel=2**-7)

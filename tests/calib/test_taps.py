@@ -71,9 +71,7 @@ def test_what_on_kv_returns_is_attended_to(llama):
     ids = make_windows(1, 40).ids[0]
     _, logits = captured(llama, ids)
     with torch.no_grad():
-        changed = taps.run(
-            llama, ids, lambda i, k, v: (k, torch.zeros_like(v)), rotary(llama), head=True
-        ).logits
+        changed = taps.run(llama, ids, lambda i, k, v: (k, torch.zeros_like(v)), rotary(llama), head=True).logits
     assert (changed - logits).abs().max() > 1e-3
 
 

@@ -128,9 +128,7 @@ def test_tokenizer_identity_is_stable_across_processes():
     )
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": root, "PYTHONHASHSEED": "11"}
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
-    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert run.stdout.strip() == tokenizer_identity(byte_tokenizer())
 
 

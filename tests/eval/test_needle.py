@@ -80,9 +80,7 @@ def test_grid_and_shares(run, progress):
     assert result["needle_skipped"] == []
 
 
-@pytest.mark.parametrize(
-    ("depth", "window", "packed"), [(0.0, 0, 1), (0.0, 64, 1), (1.0, 64, 0), (0.0, 300, 0)]
-)
+@pytest.mark.parametrize(("depth", "window", "packed"), [(0.0, 0, 1), (0.0, 64, 1), (1.0, 64, 0), (0.0, 300, 0)])
 def test_a_row_says_whether_its_needle_was_packed(run, depth, window, packed):
     assert run(cache_spec(window=window, sink=4), depths=[depth])["needle"][0]["packed"] == packed
 

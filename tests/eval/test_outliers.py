@@ -39,9 +39,7 @@ def test_hits_are_projected_keys_beyond_the_frame(model, windows):
     found = hits(model, artifact, ids)
     for hook in hooks:
         hook.remove()
-    beyond = [
-        projected[i].abs() > layer.key.scale.flatten() for i, layer in artifact.layers.items()
-    ]
+    beyond = [projected[i].abs() > layer.key.scale.flatten() for i, layer in artifact.layers.items()]
     assert set(found) == {"outlier_hit_rate_key"}, "values have ranges of run time"
     expected = torch.stack(beyond).float().mean().item()
     assert expected > 0.001

@@ -30,9 +30,7 @@ SETTINGS = {
 def measure(model, tokenizer, windows, progress):
     def run(spec, *, model=model, **settings):
         artifact = make_artifact(model, spec, windows[:1])
-        return evaluate(
-            model, tokenizer, artifact, windows, progress=progress, **(SETTINGS | settings)
-        )
+        return evaluate(model, tokenizer, artifact, windows, progress=progress, **(SETTINGS | settings))
 
     return run
 
@@ -88,9 +86,7 @@ def test_memory_is_that_of_one_full_window(measure, model, windows):
     assert metrics["memory"] == report
     assert metrics["memory"]["tokens"] == 160
     assert metrics["bits_per_element_key"] == report["bits_per_element_key"]
-    assert metrics["compression"] == pytest.approx(
-        metrics["bytes_per_token_fp16"] / metrics["bytes_per_token"]
-    )
+    assert metrics["compression"] == pytest.approx(metrics["bytes_per_token_fp16"] / metrics["bytes_per_token"])
 
 
 def test_a_window_longer_than_the_text_is_exact(measure):

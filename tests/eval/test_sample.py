@@ -28,17 +28,12 @@ def plain(model):
 @pytest.mark.parametrize("last", [1, 8, 160, 200])
 def test_continuation_is_that_of_generate(model, windows, last):
     expected = model.generate(windows[:1], max_new_tokens=12, do_sample=False, eos_token_id=None)
-    assert (
-        continue_greedily(model, windows[0], plain(model), tokens=12, last=last)
-        == expected[0, 160:].tolist()
-    )
+    assert continue_greedily(model, windows[0], plain(model), tokens=12, last=last) == expected[0, 160:].tolist()
 
 
 def test_ends_before_a_stop_token(model, windows):
     new = continue_greedily(model, windows[0], plain(model), tokens=12)
-    stopped = continue_greedily(
-        model, windows[0], plain(model), tokens=12, stop=frozenset({new[3]})
-    )
+    stopped = continue_greedily(model, windows[0], plain(model), tokens=12, stop=frozenset({new[3]}))
     assert stopped == new[: new.index(new[3])]
 
 

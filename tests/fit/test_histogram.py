@@ -48,9 +48,7 @@ def test_empty_and_weightless_bins_are_left_out():
     assert weights.tolist() == [2.0]
 
 
-@pytest.mark.parametrize(
-    ("points", "weights"), [([np.nan], [1.0]), ([0.0], [np.inf]), ([0.0], [-1.0])]
-)
+@pytest.mark.parametrize(("points", "weights"), [([np.nan], [1.0]), ([0.0], [np.inf]), ([0.0], [-1.0])])
 def test_bad_numbers_are_refused(points, weights):
     with pytest.raises(ValueError, match="weights"):
         compress(np.array(points), np.array(weights))

@@ -27,9 +27,7 @@ def test_exact_equals_brute_force(seed, k):
     points, weights = rng.normal(size=10), rng.exponential(size=10) + 0.01
     levels = exact_kmeans(points, weights, k)
     assert len(levels) == k
-    assert distortion(points, weights, levels) == pytest.approx(
-        brute_force(points, weights, k), rel=1e-9
-    )
+    assert distortion(points, weights, levels) == pytest.approx(brute_force(points, weights, k), rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -95,9 +93,7 @@ class TestBothSolvers:
 
 def test_large_offset_costs_no_precision():
     points = 1e6 + np.array([0.0, 0.001, 1.0, 1.001])
-    np.testing.assert_allclose(
-        exact_kmeans(points, np.ones(4), 2) - 1e6, [0.0005, 1.0005], atol=1e-8
-    )
+    np.testing.assert_allclose(exact_kmeans(points, np.ones(4), 2) - 1e6, [0.0005, 1.0005], atol=1e-8)
 
 
 def test_a_tie_takes_the_lower_level():

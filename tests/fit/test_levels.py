@@ -47,9 +47,7 @@ def test_reassign_never_loses_and_keeps_bfloat16():
     assert is_bf16(moved)
     assert distortion(points, weights, moved) <= distortion(points, weights, rounded)
     start = np.linspace(-1, 1, 16)
-    assert distortion(points, weights, reassign(points, weights, start)) < 0.8 * distortion(
-        points, weights, start
-    )
+    assert distortion(points, weights, reassign(points, weights, start)) < 0.8 * distortion(points, weights, start)
 
 
 def test_reassign_leaves_an_empty_cell_alone():

@@ -30,9 +30,7 @@ def test_short_streams(count):
     x = torch.randn(count, 2, generator=torch.Generator().manual_seed(1))
     low, high, n = observed(x, tail_size(0.005, count), 100).result()
     found = tail_quantile(low, high, count=n, q_lo=0.005, q_hi=0.995)
-    np.testing.assert_allclose(
-        found, np.percentile(x.double().numpy(), [0.5, 99.5], axis=0), rtol=1e-9
-    )
+    np.testing.assert_allclose(found, np.percentile(x.double().numpy(), [0.5, 99.5], axis=0), rtol=1e-9)
 
 
 def test_half_of_the_share_lies_outside_on_each_side():

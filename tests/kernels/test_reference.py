@@ -57,7 +57,9 @@ def tokens():
     return key, value, 1000 + torch.arange(110)[None]
 
 
-@pytest.mark.parametrize(("key", "value"), [("static", "token"), ("group", "channels"), ("fp8", "fp8"), ("static", "identity")])
+@pytest.mark.parametrize(
+    ("key", "value"), [("static", "token"), ("group", "channels"), ("fp8", "fp8"), ("static", "identity")]
+)
 @pytest.mark.parametrize("options", [{}, {"softcap": 0.7}, {"window": 40}])
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("queries", [1, 4])

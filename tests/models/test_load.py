@@ -308,9 +308,7 @@ def test_gguf_in_a_folder_by_name(gguf_file, tmp_path):
 
 def test_damaged_and_unknown_gguf(gguf_file):
     content = gguf_file.read_bytes()
-    gguf_file.write_bytes(
-        content.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0llamx", 1)
-    )
+    gguf_file.write_bytes(content.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0llamx", 1))
     assert "cannot read tiny.gguf" in refused(gguf_file, UnsupportedModel)
     gguf_file.write_bytes(content[: len(content) // 2])
     with pytest.raises((MissingInput, UnsupportedModel), match=r"tiny\.gguf"):

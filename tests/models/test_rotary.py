@@ -116,9 +116,7 @@ def test_half_precision_keeps_frequencies_and_passes_the_check(family, dtype):
     check_rotary(model, rotary(model))
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "cohere", "glm", "smollm3", "phi3-longrope", "gemma3_text"]
-)
+@pytest.mark.parametrize("family", ["llama", "cohere", "glm", "smollm3", "phi3-longrope", "gemma3_text"])
 def test_check_catches_a_wrong_description(family):
     model = tiny(family)
     right = rotary(model)

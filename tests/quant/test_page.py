@@ -19,7 +19,9 @@ def _tables(heads, dim, bits):
 
 @pytest.mark.parametrize(("heads", "key_dim", "value_dim"), SHAPES)
 @pytest.mark.parametrize(("key_bits", "value_bits"), [(1, 2), (3, 4), (5, 8), (16, 3), (2, 16)])
-@pytest.mark.parametrize(("range_", "scope"), [("static", "layer"), ("group", "layer"), ("token", "head"), ("token", "channels")])
+@pytest.mark.parametrize(
+    ("range_", "scope"), [("static", "layer"), ("group", "layer"), ("token", "head"), ("token", "channels")]
+)
 def test_read_undoes_write(heads, key_dim, value_dim, key_bits, value_bits, range_, scope):
     spec = CacheSpec(_spec(key_bits, range_, scope, 0.01), _spec(value_bits, "token", scope, 0.02), 0, 1)
     key_tables, value_tables = _tables(heads, key_dim, key_bits), _tables(heads, value_dim, value_bits)
@@ -41,7 +43,9 @@ def test_codes_lie_where_the_drawing_says():
     key[16 + 3, 1, 4 + 2] = 9  # head 1, second half of the tokens, pair 2, second channel, token 3 of the half
     value[5, 0, 16 + 6] = 7  # head 0, tile 1, token pair 2, second token, channel 6 of the tile
     identity = Tables(torch.zeros(1), torch.ones(1), torch.arange(16.0)[None])
-    pages = write_page(quantise(key, spec.key, identity), quantise(value, spec.value, identity), torch.tensor(0), layout)
+    pages = write_page(
+        quantise(key, spec.key, identity), quantise(value, spec.value, identity), torch.tensor(0), layout
+    )
     record = 4 * 4
     key_byte = layout.read(pages, "key_codes")[1, (1 * 4 + 2) * record + 8 + 3 // 2]
     value_byte = layout.read(pages, "value_codes")[0, (1 * 16 + 2) * record + 8 + 6 // 2]

@@ -27,7 +27,8 @@ def test_interleaved_pairs_rotate_as_complex_numbers():
     torch.testing.assert_close(got, expected[..., rope.order])
 
 
-def test_channels_beyond_the_rotary_dims_stay(dim=12, pairs=2):
+def test_channels_beyond_the_rotary_dims_stay():
+    dim, pairs = 12, 2
     rope = make_rope(dim, "half", _inv_freq(pairs), scaling=2.0)
     key = torch.randn(3, 1, dim)
     post = to_post_rope(key[..., rope.order], torch.tensor([1, 2, 3]), rope)

@@ -61,10 +61,7 @@ def test_page_is_self_contained_and_escaped(run_dir):
 
 def test_markdown_and_csv_lie_beside_it(run_dir, tmp_path):
     build(run_dir, tmp_path / "elsewhere")
-    assert (
-        "| perplexity, quantised cache | 10.500 |"
-        in (tmp_path / "elsewhere" / "report.md").read_text()
-    )
+    assert "| perplexity, quantised cache | 10.500 |" in (tmp_path / "elsewhere" / "report.md").read_text()
     assert "ppl_cache,10.5" in (tmp_path / "elsewhere" / "metrics.csv").read_text()
 
 

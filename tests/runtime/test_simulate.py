@@ -32,9 +32,7 @@ def ids():
 
 def in_chunks(model, ids, cache, chunk):
     with torch.no_grad():
-        parts = [
-            model(part, cache=cache, use_cache=True).logits for part in ids.split(chunk, dim=1)
-        ]
+        parts = [model(part, cache=cache, use_cache=True).logits for part in ids.split(chunk, dim=1)]
     return torch.cat(parts, dim=1)
 
 
@@ -109,9 +107,7 @@ def test_the_ideal_simulation_tends_to_the_exact_model_as_the_window_grows(model
     with torch.no_grad():
         exact = model(ids).logits
     errors = [
-        (simulated(model, ids, make_artifact(model, cache_spec(window=window), ids)) - exact)
-        .abs()
-        .mean()
+        (simulated(model, ids, make_artifact(model, cache_spec(window=window), ids)) - exact).abs().mean()
         for window in (0, 64, 128, TOKENS)
     ]
     assert errors[0] > errors[1] > errors[2] > errors[3] == 0
@@ -133,9 +129,7 @@ def test_stale_pairs_of_the_ideal_simulation():
 def test_stale_pairs_of_a_chunked_cache():
     stale = stale_pairs(80, cache_spec(window=4, sink=3), 10)
     first = (stale[:, 3]).nonzero()[0].item()
-    assert first == 40, (
-        "the page of tokens 3..34 leaves the window with token 38, the chunk after begins at 40"
-    )
+    assert first == 40, "the page of tokens 3..34 leaves the window with token 38, the chunk after begins at 40"
     assert not stale[:, :3].any()
     assert torch.equal(stale[first, 3:35], torch.ones(32, dtype=torch.bool))
     assert not stale[first, 35:].any()
