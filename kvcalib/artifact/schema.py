@@ -10,8 +10,8 @@ One safetensors file.
               kvcalib = JSON {version, spec, layers, model, calibration, settings, summary}
 
 `layers` lists the real layer indices, so gaps (layers without a cache of their own) are allowed. `model` is the
-identity of the model that was calibrated, `calibration` the text (window hash, counts, seed), `settings` every setting of the
-run, `summary` what was measured.
+identity of the model that was calibrated, `calibration` the text (window hash, counts, seed), `settings` every
+setting of the run, `summary` what was measured.
 """
 
 import logging
