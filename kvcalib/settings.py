@@ -52,6 +52,7 @@ class Levels(str, Enum):
     uniform = "uniform"
     nuq = "nuq"
     nf = "nf"
+    mixed = "mixed"
     fp8 = "fp8"
     none = "none"
 
@@ -60,6 +61,7 @@ class Range(str, Enum):
     static = "static"
     group = "group"
     token = "token"
+    norm = "norm"
 
 
 class Scope(str, Enum):
@@ -82,6 +84,11 @@ class Books(str, Enum):
 class Rank(str, Enum):
     error = "error"
     range = "range"
+
+
+class Rotation(str, Enum):
+    none = "none"
+    hadamard = "hadamard"
 
 
 class Solver(str, Enum):
@@ -122,7 +129,7 @@ class DataSettings:
 
 @dataclass
 class TensorSettings:
-    """Format of keys or values (the first nine) and how its levels are fitted (the rest)."""
+    """Format of keys or values (the first ten) and how its levels are fitted (the rest)."""
 
     bits: int
     levels: Levels
@@ -132,6 +139,7 @@ class TensorSettings:
     rope: Rope
     outliers: float
     rank: Rank
+    rotation: Rotation
     books: Books
     fisher: bool
     range_weight: bool
@@ -140,13 +148,14 @@ class TensorSettings:
 
 @dataclass
 class QuantSettings:
-    """Format of the cache; `window` recent and `sink` first tokens stay exact."""
+    """Format of the cache; `window` recent and `sink` first tokens stay exact; `budget` is for levels=mixed."""
 
     name: str
     key: TensorSettings
     value: TensorSettings
     window: int
     sink: int
+    budget: float | None
 
 
 @dataclass
@@ -229,6 +238,7 @@ def problems(settings: Settings) -> Iterator[str]:
     yield from _tensor_problems("quant.value", settings.quant.value)
     yield from _at_least("quant.window", settings.quant.window, 0)
     yield from _at_least("quant.sink", settings.quant.sink, 0)
+    yield from _budget_problems(settings.quant)
     yield from _eval_problems(settings)
 
 
@@ -266,10 +276,26 @@ def _tensor_problems(key: str, tensor: TensorSettings) -> Iterator[str]:
         yield f"{key}.group={tensor.group} must divide {PAGE}"
     if not 0 <= tensor.outliers <= MAX_OUTLIERS:
         yield f"{key}.outliers={tensor.outliers} must be a share between 0 and {MAX_OUTLIERS}"
-    if tensor.rank is Rank.error and tensor.outliers > 0 and tensor.range is not Range.static:
-        yield f"{key}.rank=error needs {key}.range=static (use {key}.rank=range)"
+    if tensor.rank is Rank.error and tensor.outliers > 0 and tensor.range not in (Range.static, Range.norm):
+        yield f"{key}.rank=error needs {key}.range=static or norm (use {key}.rank=range)"
+    if tensor.rotation is not Rotation.none and is_key:
+        yield f"{key}.rotation={tensor.rotation.value} must be none (rotary embedding does not commute with it)"
+    if tensor.rotation is not Rotation.none and (tensor.levels is Levels.none or tensor.range is Range.static):
+        yield f"{key}.rotation={tensor.rotation.value} needs quantised values with {key}.range=token or norm"
+    if tensor.range is Range.norm and tensor.levels not in (Levels.nuq, Levels.nf, Levels.mixed):
+        yield f"{key}.range=norm needs {key}.levels=nuq, nf or mixed"
     if tensor.books is Books.head and tensor.levels is not Levels.nuq:
         yield f"{key}.books=head needs {key}.levels=nuq (other levels are not fitted)"
+
+
+def _budget_problems(quant: QuantSettings) -> Iterator[str]:
+    mixed = [name for name in ("key", "value") if getattr(quant, name).levels is Levels.mixed]
+    if mixed and quant.budget is None:
+        yield f"quant.{mixed[0]}.levels=mixed needs quant.budget, true bits per element (try quant.budget=3)"
+    if quant.budget is not None and not mixed:
+        yield f"quant.budget={quant.budget:g} is for levels=mixed; leave it null or use quant=mixed3"
+    if quant.budget is not None and not 1 < quant.budget <= 8:
+        yield f"quant.budget={quant.budget:g} must be above 1 and at most 8 bits per element"
 
 
 def _bits_problems(key: str, tensor: TensorSettings) -> Iterator[str]:

@@ -101,7 +101,7 @@ def _format(tensor: TensorSettings) -> dict:
 
 def _codebooks_reads(settings: Settings) -> dict:
     quant = plain(settings.quant)
-    return {"quant": {"key": quant["key"], "value": quant["value"]}, "seed": settings.seed}
+    return {"quant": {name: quant[name] for name in ("key", "value", "budget")}, "seed": settings.seed}
 
 
 def _export_reads(settings: Settings) -> dict:
@@ -168,6 +168,7 @@ def _codebooks(session: Session, task: Task) -> dict:
         _spec(session.settings),
         key=Fit(quant.key.solver.value, quant.key.fisher, quant.key.range_weight),
         value=Fit(quant.value.solver.value, quant.value.fisher, quant.value.range_weight),
+        budget=quant.budget,
         seed=session.settings.seed,
         out=task.out,
         progress=task.progress,

@@ -18,12 +18,14 @@ KEYS = {
     "token": TensorSpec(4, "uniform", "token", scope="head", rope="post"),
     "fp8": TensorSpec(8, "fp8", "static", rope="post"),
     "identity": IDENTITY,
+    "mixed": TensorSpec(5, "mixed", "static", rope="pre", outliers=0.01, rank="error"),
 }
 VALUES = {
     "token": TensorSpec(4, "nuq", "token", scope="layer", outliers=0.02),
     "channels": TensorSpec(3, "uniform", "token", scope="channels", group=8),
     "fp8": TensorSpec(8, "fp8", "static"),
     "identity": IDENTITY,
+    "norm": TensorSpec(4, "nuq", "norm", rotation="hadamard"),
 }
 
 
@@ -58,7 +60,18 @@ def _tables(x: torch.Tensor, spec: TensorSpec) -> Tables:
     if not spec.quantised:
         largest = torch.ones_like(largest)
     books = x.shape[1] if spec.books == "head" else 1
-    return Tables(torch.zeros_like(largest), largest, _levels(spec).expand(books, -1).clone())
+    tables = Tables(torch.zeros_like(largest), largest, _levels(spec).expand(books, -1).clone())
+    if spec.ranks_by_error:
+        tables = tables._replace(weight=largest.square())
+    return tables._replace(widths=_widths(largest)) if spec.levels == "mixed" else tables
+
+
+def _widths(largest: torch.Tensor) -> torch.Tensor:
+    """uint8 [H, D]: 2 to 5 bits, equal in rotary pairs and in tiles of 16 (D <= 32 has pairs in one tile)."""
+    heads, dim = largest.shape
+    if dim > 16:
+        return (2 + torch.arange(heads) % 4)[:, None].expand(-1, dim).to(torch.uint8).contiguous()
+    return (2 + torch.arange(dim // 2) % 4).repeat(2).expand(heads, -1).to(torch.uint8).contiguous()
 
 
 def _levels(spec: TensorSpec) -> torch.Tensor:
@@ -66,6 +79,7 @@ def _levels(spec: TensorSpec) -> torch.Tensor:
         "uniform": lambda: grids.uniform(spec.bits, static=spec.range == "static"),
         "nuq": lambda: grids.normal_float(spec.bits),
         "fp8": grids.fp8_e4m3,
+        "mixed": lambda: torch.cat([torch.linspace(-1, 1, 2**w) for w in range(1, spec.bits + 1)]).bfloat16(),
         "none": lambda: [0.0, 1.0],
     }
     return torch.as_tensor(tables[spec.levels]()).float()[None]

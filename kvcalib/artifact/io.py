@@ -13,6 +13,7 @@ from kvcalib.errors import ArtifactError
 from kvcalib.quant.spec import CacheSpec, Tables
 
 FILE_NAME = "kvcalib.safetensors"
+_DTYPES = {"levels": torch.bfloat16, "widths": torch.uint8}
 _METADATA_KEY = "kvcalib"
 _HEADER = ("version", "spec", "layers", "model", "calibration", "settings", "summary")
 
@@ -25,7 +26,7 @@ def save_artifact(artifact: Artifact, path: str | Path) -> Path:
         for name in TENSORS:
             for field in tensor_fields(getattr(artifact.spec, name)):
                 tensor = getattr(getattr(layer, name), field)
-                stored = tensor.bfloat16() if field == "levels" else tensor.float()
+                stored = tensor.to(_DTYPES.get(field, torch.float32))
                 tensors[f"layers.{index}.{name}.{field}"] = stored.clone().contiguous()
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +125,8 @@ def _assemble(file: Path, header: dict, tensors: dict[str, torch.Tensor]) -> Art
         raise ArtifactError(f"{file}: missing tensors {missing[:4]}, unexpected tensors {extra[:4]}")
 
     def tables(index: int, name: str) -> Tables:
-        return Tables(**{field: tensors[f"layers.{index}.{name}.{field}"].float() for field in fields[name]})
+        stored = {field: tensors[f"layers.{index}.{name}.{field}"] for field in fields[name]}
+        return Tables(**{field: t if field == "widths" else t.float() for field, t in stored.items()})
 
     layers = {i: LayerTables(tables(i, "key"), tables(i, "value")) for i in header["layers"]}
     rest = {name: header[name] for name in ("model", "calibration", "settings", "summary", "version")}

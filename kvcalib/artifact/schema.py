@@ -6,6 +6,7 @@ One safetensors file.
               layers.{i}.{key|value}.scale    fp32 [H, D]      > 0
               layers.{i}.{key|value}.levels   bf16 [1 or H, L] rows strictly increasing
               layers.{i}.{key|value}.weight   fp32 [H, D]      only where outliers rank by error
+              layers.{i}.{key|value}.widths   uint8 [H, D]     only for levels="mixed": equal inside pairs and tiles
     metadata  format = "pt"
               kvcalib = JSON {version, spec, layers, model, calibration, settings, summary}
 
@@ -21,6 +22,8 @@ from dataclasses import dataclass, field
 import torch
 
 from kvcalib.errors import ArtifactError
+from kvcalib.quant.codebook import table_of, table_offset
+from kvcalib.quant.page import TILE
 from kvcalib.quant.spec import CacheSpec, Tables, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -31,7 +34,9 @@ TENSORS = ("key", "value")
 
 def tensor_fields(spec: TensorSpec) -> tuple[str, ...]:
     """Fields of `Tables` that a file of this format holds."""
-    return ("zero", "scale", "levels", "weight") if spec.ranks_by_error else ("zero", "scale", "levels")
+    fields = ["zero", "scale", "levels"]
+    fields += ["weight"] if spec.ranks_by_error else []
+    return (*fields, "widths") if spec.levels == "mixed" else tuple(fields)
 
 
 @dataclass(frozen=True)
@@ -61,13 +66,13 @@ def validate(artifact: Artifact) -> None:
     for index, layer in artifact.layers.items():
         for name in TENSORS:
             spec, tables = getattr(artifact.spec, name), getattr(layer, name)
-            problems += [f"layers.{index}.{name}: {text}" for text in _problems(spec, tables)]
+            problems += [f"layers.{index}.{name}: {text}" for text in _problems(name, spec, tables)]
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         raise ArtifactError(f"the calibration is not usable: {shown}")
 
 
-def _problems(spec: TensorSpec, tables: Tables) -> list[str]:
+def _problems(name: str, spec: TensorSpec, tables: Tables) -> list[str]:
     found = []
     if tables.zero.dim() != 2 or tables.zero.shape != tables.scale.shape:
         found.append(f"zero {tuple(tables.zero.shape)} and scale {tuple(tables.scale.shape)} are not both [heads, dim]")
@@ -75,7 +80,9 @@ def _problems(spec: TensorSpec, tables: Tables) -> list[str]:
         found.append("zero is not finite")
     if not (tables.scale.isfinite().all() and (tables.scale > 0).all()):
         found.append("scale is not finite and positive")
-    if spec.quantised:
+    if spec.levels == "mixed":
+        found += _width_problems(name, spec, tables)
+    elif spec.quantised:
         found += _level_problems(spec, tables)
     if spec.ranks_by_error and not _is_weight(tables):
         found.append("outliers rank by error, but weight is missing, not [heads, dim], negative or not finite")
@@ -89,6 +96,21 @@ def _is_weight(tables: Tables) -> bool:
         and weight.shape == tables.scale.shape
         and bool((weight >= 0).all() and weight.isfinite().all())
     )
+
+
+def _width_problems(name: str, spec: TensorSpec, tables: Tables) -> list[str]:
+    widths = tables.widths
+    if widths is None or widths.shape != tables.zero.shape or widths.min() < 1 or widths.max() > spec.bits:
+        return [f"widths are not [heads, dim] with 1 to {spec.bits} bits each"]
+    pairs = widths.unflatten(-1, (2, -1))
+    tiles = widths.split(TILE, dim=-1)
+    even = (pairs[:, 0] == pairs[:, 1]).all() if name == "key" else all((t == t[:, :1]).all() for t in tiles)
+    if not even:
+        return [f"widths differ inside a {'rotary pair' if name == 'key' else 'tile of 16 channels'}"]
+    if tables.levels.shape != (1, table_offset(spec.bits + 1)):
+        return [f"levels {tuple(tables.levels.shape)}, expected the tables of 1 to {spec.bits} bits in one row"]
+    tables_of = (tables._replace(levels=table_of(tables.levels, w)[None]) for w in range(1, spec.bits + 1))
+    return [text for each in tables_of for text in _level_problems(spec, each)]
 
 
 def _level_problems(spec: TensorSpec, tables: Tables) -> list[str]:

@@ -13,6 +13,7 @@ bfloat16 and adjusted once more. Other kinds of levels need no data.
 
 levels.safetensors:  layers.{i}.{key|value}.levels  fp32 [1 or H, L], bfloat16-exact,
                      layers.{i}.{key|value}.weight  fp32 [H, D] where outliers rank by error,
+                     layers.{i}.{key|value}.widths  uint8 [H, D] where levels are mixed,
                      header of `outliers` and {sample_tokens}
 """
 
@@ -23,13 +24,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvcalib.calib import files, outliers, taps
+from kvcalib.calib import files, mixed, outliers, taps
 from kvcalib.errors import ConfigError, MissingInput
 from kvcalib.fit import grids, kmeans, sensitivity
 from kvcalib.fit.histogram import compress
 from kvcalib.fit.levels import reassign, to_bf16_distinct
 from kvcalib.quant import codec, ranges
 from kvcalib.quant.rope import to_post_rope
+from kvcalib.quant.rotation import rotate
 from kvcalib.quant.spec import PAGE, CacheSpec, Tables, TensorSpec
 
 FILE = "levels.safetensors"
@@ -56,11 +58,14 @@ def codebooks(
     out: Path,
     key: Fit = DEFAULT_FIT,
     value: Fit = DEFAULT_FIT,
+    budget: float | None = None,
     bins: int = 4096,
     seed: int = 0,
     progress: taps.Progress = taps.progress_bar,
 ) -> dict:
     """Folders written by `outliers` and `fisher`. Writes levels.safetensors into `out`.
+
+    budget: true bits per element for levels="mixed" (see `calib.mixed`).
 
     The summary gives, for fitted levels, the weighted distortion of the stored levels beside those
     of k-means, of the optimum and of the grids on the same points. `sample` is not read when
@@ -68,28 +73,46 @@ def codebooks(
     """
     reader = files.Reader(Path(frames) / outliers.FILE, "outliers")
     layers = files.layers(reader)
-    specs = {"key": spec.key, "value": spec.value}
+    specs, fits = {"key": spec.key, "value": spec.value}, {"key": key, "value": value}
     sampled = [name for name, tensor_spec in specs.items() if _needs_sample(tensor_spec)]
     windows = _windows(Path(sample), reader.header) if sampled else []
-    tensors, summary = {}, {}
+    fitted, summary = {}, {}
     for layer in progress(layers, len(layers), "codebooks"):
         summary[layer] = {}
-        for name, fit in (("key", key), ("value", value)):
-            frame = [reader[f"layers.{layer}.{name}.{field}"] for field in ("zero", "scale")]
-            tables = Tables(*frame, _per_book(grid(specs[name]), specs[name], frame[0].shape[0]))
-            if name in sampled:
-                x, grad = _read_sample(windows, layer, name, specs[name])
-                tables, summary[layer][name] = fit_tables(x, grad, tables, specs[name], fit, bins, seed)
-            tensors[f"layers.{layer}.{name}.levels"] = tables.levels
-            if tables.weight is not None:
-                tensors[f"layers.{layer}.{name}.weight"] = tables.weight
+        fitted[layer] = {name: _frame(reader, layer, name, specs[name]) for name in specs}
+        for name in sampled:
+            x, grad = _read_sample(windows, layer, name, specs[name])
+            arguments = (specs[name], fits[name], bins, seed)
+            fitted[layer][name], summary[layer][name] = fit_tables(x, grad, fitted[layer][name], *arguments)
+    if budget is not None:
+
+        def read(layer: int, name: str, tables: Tables) -> mixed.Points:
+            x, grad = _read_sample(windows, layer, name, specs[name])
+            return mixed.Points(*sample_points(x, grad, tables, specs[name], fits[name]))
+
+        fitted, summary = mixed.fit_mixed(read, fitted, spec, budget)
     header = {**reader.header, "spec": spec.to_dict(), "sample_tokens": _tokens(windows)}
-    files.save(Path(out) / FILE, tensors, header)
+    files.save(Path(out) / FILE, _tensors(fitted), header)
     return {"fitted": sampled, "layers": summary}
 
 
+def _frame(reader: files.Reader, layer: int, name: str, spec: TensorSpec) -> Tables:
+    zero, scale = (reader[f"layers.{layer}.{name}.{field}"] for field in ("zero", "scale"))
+    return Tables(zero, scale, _per_book(grid(spec), spec, zero.shape[0]))
+
+
+def _tensors(fitted: dict[int, dict[str, Tables]]) -> dict[str, torch.Tensor]:
+    return {
+        f"layers.{layer}.{name}.{field}": tensor
+        for layer, both in fitted.items()
+        for name, tables in both.items()
+        for field, tensor in tables._asdict().items()
+        if field in ("levels", "weight", "widths") and tensor is not None
+    }
+
+
 def _needs_sample(spec: TensorSpec) -> bool:
-    return spec.levels == "nuq" or spec.ranks_by_error
+    return spec.levels in ("nuq", "mixed") or spec.ranks_by_error
 
 
 def fit_tables(
@@ -103,7 +126,7 @@ def fit_tables(
     if not spec.ranks_by_error:
         return _fit_levels_of(x, grad, tables, spec, fit, bins, seed)
     first, report = _fit_levels_of(x, grad, tables, replace(spec, rank="range"), fit, bins, seed)
-    tables = first._replace(weight=_channel_weight(grad, tables.scale, fit))
+    tables = first._replace(weight=_channel_weight(rotate(grad, spec.rotation), tables.scale, fit))
     for _ in range(_ROUNDS if spec.levels == "nuq" else 0):
         tables, report = _fit_levels_of(x, grad, tables, spec, fit, bins, seed)
     return tables, report
@@ -131,6 +154,7 @@ def grid(spec: TensorSpec) -> torch.Tensor:
     make: dict[str, Callable[[], np.ndarray]] = {
         "uniform": lambda: grids.uniform(spec.bits, static=spec.range == "static"),
         "nuq": lambda: grids.uniform(spec.bits, static=True),
+        "mixed": lambda: grids.uniform(spec.bits, static=True),
         "nf": lambda: grids.normal_float(spec.bits),
         "fp8": grids.fp8_e4m3,
         "none": lambda: np.empty(0),
@@ -142,15 +166,21 @@ def weighted_points(
     x: torch.Tensor, grad: torch.Tensor, tables: Tables, spec: TensorSpec, fit: Fit
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """x and gradient [n, H, D] of whole pages -> (points, weights) of the inliers, one per book."""
-    pages, grads = (t.unflatten(0, (-1, PAGE)) for t in (x, grad))
+    v, weight, kept = sample_points(x, grad, tables, spec, fit)
+    heads = range(x.shape[1]) if spec.books == "head" else [slice(None)]
+    return [(v[:, h][kept[:, h]].numpy(), weight[:, h][kept[:, h]].numpy()) for h in heads]
+
+
+def sample_points(
+    x: torch.Tensor, grad: torch.Tensor, tables: Tables, spec: TensorSpec, fit: Fit
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x and gradient [n, H, D] of whole pages -> v, weight, inlier mask [n, H, D]."""
+    pages, grads = (t.unflatten(0, (-1, PAGE)) for t in (x, rotate(grad, spec.rotation)))
     v, inlier, coded = codec.normalise(pages, spec, tables)
-    factor = tables.scale.expand_as(v)
-    if coded.step is not None:
-        factor = factor * ranges.expand(coded.step, spec, x.shape[-1])
+    factor = (tables.scale * ranges.factor(coded.step, spec, x.shape[-1])).expand_as(v)
     weight = sensitivity.weights(grads, factor, use_fisher=fit.fisher, use_range=fit.range_weight)
     kept = torch.ones_like(v, dtype=torch.bool) if inlier is None else inlier
-    heads = range(x.shape[1]) if spec.books == "head" else [slice(None)]
-    return [(v[:, :, h][kept[:, :, h]].numpy(), weight[:, :, h][kept[:, :, h]].numpy()) for h in heads]
+    return v.flatten(0, 1), weight.flatten(0, 1), kept.flatten(0, 1)
 
 
 def _fit_books(sets, bits: int, fit: Fit, bins: int, seed: int) -> tuple[torch.Tensor, dict]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from kvcalib.artifact.io import FILE_NAME, save_artifact
-from kvcalib.artifact.schema import Artifact, LayerTables
+from kvcalib.artifact.schema import Artifact, LayerTables, tensor_fields
 from kvcalib.calib import codebooks, files, outliers
 from kvcalib.errors import ConfigError
 from kvcalib.models.identity import identity
@@ -58,5 +58,5 @@ def _check_spec(reader: files.Reader, spec: CacheSpec, stage: str) -> None:
 def _tables(frames: files.Reader, levels: files.Reader, layer: int, name: str, spec: TensorSpec) -> Tables:
     prefix = f"layers.{layer}.{name}"
     frame = frames[f"{prefix}.zero"], frames[f"{prefix}.scale"]
-    weight = levels[f"{prefix}.weight"] if spec.ranks_by_error else None
-    return Tables(*frame, levels[f"{prefix}.levels"], weight)
+    fields = [field for field in tensor_fields(spec) if field not in ("zero", "scale")]
+    return Tables(*frame, **{field: levels[f"{prefix}.{field}"] for field in fields})

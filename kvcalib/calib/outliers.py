@@ -5,7 +5,7 @@
     static   fp8: the layer's largest magnitude becomes 448, one scale for all channels
     group    per channel, min and max; keys after rotary and values: symmetric. Only conditions the
              fp16 ranges that run time measures, which follow the data wherever they are
-    token    symmetric, the layer's largest magnitude: channels must keep their proportions
+    token, norm  symmetric, the layer's largest magnitude: channels must keep their proportions
 
 A tensor that is not quantised has zero 0 and scale 1, or the power of two that keeps it in fp16.
 
@@ -72,7 +72,7 @@ def _frame(low, high, name: str, spec: TensorSpec, header: dict):
         return torch.zeros(lo.shape), torch.full(lo.shape, 2.0**exponent)
     if spec.levels == "fp8":
         return symmetric_frame(layer_max / _FP8_MAX)
-    if spec.range == "token":
+    if spec.range in ("token", "norm"):
         return symmetric_frame(layer_max / _FP16_MIDDLE)
     if spec.range == "group":
         zero, scale = frame_from_bounds(lo, hi) if spec.rope == "pre" else symmetric_frame(absmax)

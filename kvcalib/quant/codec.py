@@ -1,7 +1,10 @@
 """Quantise and dequantise whole pages: the one definition that calibration, simulation and run time share.
 
-    u = (x - zero) / scale        outliers by rank        step, base over the inliers, fp16
-    c = nearest level of (u - base) / step                correction = u - u' at the outliers, fp16
+    u = (rotated x - zero) / scale        outliers by rank        step, base fp16
+    c = nearest level of (u - base) / step                        correction = u - u' at the outliers, fp16
+
+Outliers that rank by error need the dense codes first, so their range keeps them in (static, norm); outliers that
+rank by range are chosen first and left out of min and max.
 
 Shapes: x [..., P, H, D] with P = 32 tokens of one page.
 """
@@ -11,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from kvcalib.quant import codebook, ranges, sparse
+from kvcalib.quant.rotation import rotate, unrotate
 from kvcalib.quant.spec import PAGE, Tables, TensorSpec
 
 
@@ -18,7 +22,7 @@ class Coded(NamedTuple):
     """One or more pages of one tensor, before packing.
 
     codes       uint8 [..., P, H, D]; for a tensor that is not quantised: fp16 u instead
-    step, base  fp16 [..., *range_shape], None for a static range
+    step, base  fp16 [..., *range_shape], None for a static range; base also None for a norm
     positions   int64 [..., n], ascending; corrections fp16 [..., n]; None without outliers
     """
 
@@ -29,22 +33,24 @@ class Coded(NamedTuple):
     corrections: torch.Tensor | None = None
 
 
-def normalise(x: torch.Tensor, spec: TensorSpec, tables: Tables) -> tuple[torch.Tensor, torch.Tensor, Coded]:
-    """x -> (v = what is compared with the levels, inlier mask or None, Coded without codes).
+def normalise(x: torch.Tensor, spec: TensorSpec, tables: Tables) -> tuple[torch.Tensor, torch.Tensor | None, Coded]:
+    """x -> (v = what is compared with the levels, inlier mask or None, Coded with u in place of codes).
 
     Calibration fits levels to v of the inliers; `quantise` encodes it. The factor from v back to x is
     step * scale (step = 1 for a static range).
     """
     heads, dim = x.shape[-2:]
-    u = (x.float() - tables.zero) / tables.scale
-    positions = sparse.select(u, spec, tables) if spec.outliers_per_page(heads, dim) else None
+    u = (rotate(x.float(), spec.rotation) - tables.zero) / tables.scale
+    count = spec.outliers_per_page(heads, dim)
+    positions = sparse.select_by_range(u, spec, count) if count and not spec.ranks_by_error else None
     inlier = None if positions is None else sparse.inlier_mask(positions, heads, dim)
-    if spec.range == "static":
-        return u, inlier, Coded(u, positions=positions)
-    step, base = ranges.measure(u, inlier, spec, tables.levels.shape[-1])
-    wide = ranges.expand(step, spec, dim)
-    v = (u - ranges.expand(base, spec, dim)) / torch.where(wide == 0, 1.0, wide)
-    return v, inlier, Coded(u, step, base, positions)
+    coded = Coded(u, *ranges.measure(u, inlier, spec, tables.levels.shape[-1]), positions)
+    v = _to_range(u, coded, spec)
+    if spec.ranks_by_error:
+        error = (codebook.decode(codebook.encode(v, tables), tables) - v) * ranges.factor(coded.step, spec, dim)
+        positions = sparse.select_by_error(error, tables.weight, count)
+        inlier, coded = sparse.inlier_mask(positions, heads, dim), coded._replace(positions=positions)
+    return v, inlier, coded
 
 
 def quantise(x: torch.Tensor, spec: TensorSpec, tables: Tables) -> Coded:
@@ -52,7 +58,7 @@ def quantise(x: torch.Tensor, spec: TensorSpec, tables: Tables) -> Coded:
     if not spec.quantised:
         return Coded(((x.float() - tables.zero) / tables.scale).half())
     v, _, coded = normalise(x, spec, tables)
-    u, dense = coded.codes, coded._replace(codes=codebook.encode(v, tables.levels))
+    u, dense = coded.codes, coded._replace(codes=codebook.encode(v, tables))
     if coded.positions is None:
         return dense
     error = u - _dequantise_dense(dense, spec, tables)
@@ -66,7 +72,7 @@ def dequantise(coded: Coded, spec: TensorSpec, tables: Tables) -> torch.Tensor:
     u = _dequantise_dense(coded, spec, tables)
     if coded.positions is not None:
         u = sparse.merge(u, coded.positions, coded.corrections)
-    return u * tables.scale + tables.zero
+    return unrotate(u * tables.scale + tables.zero, spec.rotation)
 
 
 def simulate(x: torch.Tensor, spec: TensorSpec, tables: Tables) -> torch.Tensor:
@@ -83,9 +89,16 @@ def simulate(x: torch.Tensor, spec: TensorSpec, tables: Tables) -> torch.Tensor:
     return dequantise(quantise(pages, spec, tables), spec, tables).flatten(-4, -3)[..., :tokens, :, :]
 
 
-def _dequantise_dense(coded: Coded, spec: TensorSpec, tables: Tables) -> torch.Tensor:
-    v = codebook.decode(coded.codes, tables.levels)
+def _to_range(u: torch.Tensor, coded: Coded, spec: TensorSpec) -> torch.Tensor:
     if coded.step is None:
-        return v
+        return u
+    dim = u.shape[-1]
+    step = ranges.expand(coded.step, spec, dim)
+    centred = u if coded.base is None else u - ranges.expand(coded.base, spec, dim)
+    return centred / torch.where(step == 0, 1.0, step)
+
+
+def _dequantise_dense(coded: Coded, spec: TensorSpec, tables: Tables) -> torch.Tensor:
     dim = coded.codes.shape[-1]
-    return v * ranges.expand(coded.step, spec, dim) + ranges.expand(coded.base, spec, dim)
+    u = codebook.decode(coded.codes, tables) * ranges.factor(coded.step, spec, dim)
+    return u if coded.base is None else u + ranges.expand(coded.base, spec, dim)

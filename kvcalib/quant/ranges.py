@@ -2,8 +2,9 @@
 
     uniform levels 0 .. L-1     step = (max - min) / (L - 1)    base = min
     levels in [-1, 1]           step = (max - min) / 2          base = (max + min) / 2
+    range="norm"                step = 4 * root mean square     no base: half the bytes, and no dependence on two extremes
 
-Min and max leave the outliers out. They are taken over
+Min and max leave the outliers out. All are taken over
 
     group     `group` consecutive tokens of a page, per channel    -> [..., P/group, H, D]
     token     one token over "layer" / "head" / "channels"         -> [..., P, 1, 1] / [P, H, 1] / [P, H, D/group]
@@ -28,11 +29,19 @@ def range_shape(spec: TensorSpec, heads: int, dim: int) -> tuple[int, ...]:
     return {"layer": (PAGE, 1, 1), "head": (PAGE, heads, 1), "channels": (PAGE, heads, dim // spec.group)}[spec.scope]
 
 
+_NORM_SPAN = 4.0
+"""Root mean squares from the centre to the edge of [-1, 1]; a normal token reaches beyond once in 16,000 elements."""
+
+
 def measure(
     u: torch.Tensor, inlier: torch.Tensor | None, spec: TensorSpec, levels: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """u fp32 [..., P, H, D], inlier bool alike or None -> (step, base) fp16 of `range_shape`."""
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """u fp32 [..., P, H, D], inlier bool alike or None -> (step, base) fp16 of `range_shape`; None where there is none."""
+    if spec.range == "static":
+        return None, None
     cells = _cells(u, spec)
+    if spec.range == "norm":
+        return _to_fp16(_NORM_SPAN * cells.square().mean(-1).sqrt()), None
     low, high = cells.amin(-1), cells.amax(-1)
     if inlier is not None:
         kept = _cells(inlier, spec)
@@ -54,6 +63,11 @@ def expand(step_or_base: torch.Tensor, spec: TensorSpec, dim: int) -> torch.Tens
     if spec.scope == "channels":
         return wide.repeat_interleave(spec.group, dim=-1)
     return wide
+
+
+def factor(step: torch.Tensor | None, spec: TensorSpec, dim: int) -> torch.Tensor | float:
+    """What a level is multiplied with to become u: the expanded step, or 1 for a static range."""
+    return 1.0 if step is None else expand(step, spec, dim)
 
 
 def _cells(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

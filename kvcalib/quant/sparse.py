@@ -4,9 +4,10 @@ A page always has the same number of outliers, chosen by rank, so that a page ha
 over-select, and a burst beyond the budget costs the least important elements first. The rank of an element is
 
     rank="error"   weight * (u - u')^2, its share of the damage: squared error of its dense code times the calibrated
-                   sensitivity of its channel. For static ranges, where the dense code does not depend on the choice.
+                   sensitivity of its channel. For static ranges and norms, where the dense code does not depend on the
+                   choice.
     rank="range"   static, group: |u|, the distance from the calibrated centre in units of the calibrated range;
-                   token: the deviation from the mean of the token in units of its standard deviation
+                   token, norm: the deviation from the mean of the token in units of its standard deviation
 
 An outlier stays in the dense codes (clamped to an end level) and stores correction = u - u', so the dense path of a
 kernel is untouched and a correction only ever adds.
@@ -18,17 +19,28 @@ its channels) are one run.
 
 import torch
 
-from kvcalib.quant import codebook
-from kvcalib.quant.spec import PAGE, Tables, TensorSpec
+from kvcalib.quant.spec import PAGE, TensorSpec
 
 _FP16_MAX = torch.finfo(torch.float16).max
 
 
-def select(u: torch.Tensor, spec: TensorSpec, tables: Tables) -> torch.Tensor:
-    """u fp32 [..., P, H, D] -> positions int64 [..., n], ascending."""
-    count = spec.outliers_per_page(u.shape[-2], u.shape[-1])
-    score = _by_position(_damage(u, tables) if spec.ranks_by_error else _deviation(u, spec))
-    return score.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
+def select_by_error(error: torch.Tensor, weight: torch.Tensor, count: int) -> torch.Tensor:
+    """error = u - u' of the dense codes fp32 [..., P, H, D], weight [H, D] -> positions int64 [..., count], ascending."""
+    return _largest(error.square() * weight, count)
+
+
+def select_by_range(u: torch.Tensor, spec: TensorSpec, count: int) -> torch.Tensor:
+    """u fp32 [..., P, H, D] -> positions int64 [..., count], ascending."""
+    if spec.range not in ("token", "norm"):
+        return _largest(u.abs(), count)
+    span = (-2, -1) if spec.scope == "layer" else -1
+    centred = u - u.mean(span, keepdim=True)
+    spread = centred.square().mean(span, keepdim=True).sqrt()
+    return _largest(centred.abs() / spread.clamp_min(torch.finfo(torch.float32).tiny), count)
+
+
+def _largest(score: torch.Tensor, count: int) -> torch.Tensor:
+    return _by_position(score).topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
 
 
 def inlier_mask(positions: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
@@ -52,20 +64,6 @@ def row_pointers(positions: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
     """positions [..., n] -> int64 [..., 2H + 1]: where each half head (channels below and from D/2) begins."""
     edges = torch.arange(2 * heads + 1, device=positions.device) * (dim // 2 * PAGE)
     return torch.searchsorted(positions.contiguous(), edges.expand(*positions.shape[:-1], -1).contiguous())
-
-
-def _damage(u: torch.Tensor, tables: Tables) -> torch.Tensor:
-    error = u - codebook.decode(codebook.encode(u, tables.levels), tables.levels)
-    return error.square() * tables.weight
-
-
-def _deviation(u: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    if spec.range != "token":
-        return u.abs()
-    span = (-2, -1) if spec.scope == "layer" else -1
-    centred = u - u.mean(span, keepdim=True)
-    spread = centred.square().mean(span, keepdim=True).sqrt()
-    return centred.abs() / spread.clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def _by_position(x: torch.Tensor) -> torch.Tensor:

@@ -2,12 +2,13 @@
 
 A cached element x goes through three steps, each named by one field of `TensorSpec`:
 
+    rotation      an orthonormal transform of the head's channels, or nothing
     frame    u  = (x - zero) / scale          zero, scale: calibrated, fp32, [H, D]
     range    v  = (u - base) / step           nothing ("static"), or measured at run time and kept in fp16
     levels   c  = index of the level nearest to v (tie: the lower one)
 
-and comes back as x' = (level[c] * step + base + correction) * scale + zero, where `correction` is non-zero for
-the sparse outliers only. H kv heads, D head dimension, P = 32 tokens per page.
+and comes back as x' = (level[c] * step + base + correction) * scale + zero, turned back, where `correction` is
+non-zero for the sparse outliers only. H kv heads, D head dimension, P = 32 tokens per page.
 """
 
 from dataclasses import asdict, dataclass
@@ -23,11 +24,13 @@ PAGE = 32
 class TensorSpec:
     """Format of the keys, or of the values, of every layer.
 
-    bits      1..8, or 16 for "not quantised" (levels="none")
-    levels    "uniform", "nuq" (fitted to the calibration text), "nf" (NormalFloat), "fp8" (e4m3), "none"
+    bits      1..8, or 16 for "not quantised" (levels="none"); the widest width of levels="mixed"
+    levels    "uniform", "nuq" (fitted to the calibration text), "nf" (NormalFloat), "fp8" (e4m3), "none", or
+              "mixed": fitted, each rotary pair of keys and each tile of 16 value channels with its own width
     range     "static": the calibrated frame alone; "group": per channel and `group` tokens, at run time;
-              "token": per token, at run time, over `scope`
+              "token": min and max per token, at run time, over `scope`; "norm": root mean square per token alike
     scope     span of a per-token range: "layer" (all heads), "head", or "channels" (`group` channels of a head)
+    rotation  "none", or "hadamard" (see rotation.py)
     rope      keys: quantised before ("pre") or after ("post") rotary embedding; values: "none"
     outliers  share of the elements kept sparse in fp16
     rank      which ones, per page: "error" (largest squared error of the dense code times the sensitivity of its
@@ -44,6 +47,7 @@ class TensorSpec:
     outliers: float = 0.0
     books: str = "layer"
     rank: str = "range"
+    rotation: str = "none"
 
     @property
     def quantised(self) -> bool:
@@ -51,7 +55,7 @@ class TensorSpec:
 
     @property
     def ranks_by_error(self) -> bool:
-        return self.quantised and self.outliers > 0 and self.range == "static" and self.rank == "error"
+        return self.quantised and self.outliers > 0 and self.range in ("static", "norm") and self.rank == "error"
 
     def outliers_per_page(self, heads: int, dim: int) -> int:
         return round(self.outliers * PAGE * heads * dim) if self.quantised else 0
@@ -83,14 +87,17 @@ class Tables(NamedTuple):
     """Calibrated numbers of one tensor of one layer.
 
     zero, scale  fp32 [H, D], channels in the order of `rope.Rope`; scale > 0
-    levels       fp32 [1 or H, 2**bits at most], rows strictly increasing, every entry exact in bf16
+    levels       fp32 [1 or H, 2**bits at most], rows strictly increasing, every entry exact in bf16; with widths: one
+                 row, the tables of width 1, 2, ... one after the other, that of width w from entry 2**w - 2 on
     weight       fp32 [H, D] >= 0, only where outliers rank by error: what a squared error of u costs in each channel
+    widths       uint8 [H, D], only for levels="mixed": bits of every channel
     """
 
     zero: torch.Tensor
     scale: torch.Tensor
     levels: torch.Tensor
     weight: torch.Tensor | None = None
+    widths: torch.Tensor | None = None
 
     def to(self, device) -> "Tables":
         return Tables(*(None if t is None else t.to(device) for t in self))

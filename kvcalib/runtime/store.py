@@ -80,7 +80,8 @@ class LayerStore:
     def _allocate(self, key: torch.Tensor, value: torch.Tensor) -> None:
         batch, heads, _, key_dim = key.shape
         value_dim = value.shape[-1]
-        self.layout = PageLayout(self.spec, heads, key_dim, value_dim)
+        self.layout = PageLayout(self.spec, self.key_tables, self.value_tables)
+        assert (heads, key_dim, value_dim) == (self.layout.heads, self.layout.key_dim, self.layout.value_dim)
         self._move_tables(key.device)
         self.pages = torch.empty(batch, 0, self.layout.nbytes, dtype=torch.uint8, device=key.device)
         self.page_counts, self.sink_counts = [0] * batch, [0] * batch

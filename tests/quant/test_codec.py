@@ -16,15 +16,16 @@ def _uniform(bits):
 
 
 def test_a_tie_takes_the_lower_level():
-    codes = codebook.encode(torch.tensor([[0.5, 0.51, -3.0, 9.0]]), torch.tensor([[0.0, 1.0, 2.0]]))
+    tables = _tables(1, 4, [0.0, 1.0, 2.0])
+    codes = codebook.encode(torch.tensor([[0.5, 0.51, -3.0, 9.0]]), tables)
     assert codes.tolist() == [[0, 1, 0, 2]]
 
 
 def test_every_head_can_have_its_own_levels():
-    levels = torch.tensor([[0.0, 1.0], [10.0, 20.0]])
+    tables = _tables(2, 2, [0.0, 1.0])._replace(levels=torch.tensor([[0.0, 1.0], [10.0, 20.0]]))
     v = torch.tensor([[[0.9, 0.1], [19.0, 11.0]]])
-    codes = codebook.encode(v, levels)
-    assert codebook.decode(codes, levels).tolist() == [[[1.0, 0.0], [20.0, 10.0]]]
+    codes = codebook.encode(v, tables)
+    assert codebook.decode(codes, tables).tolist() == [[[1.0, 0.0], [20.0, 10.0]]]
 
 
 @pytest.mark.parametrize("scope", ["layer", "head", "channels"])
@@ -124,3 +125,33 @@ def test_rank_by_error_spends_the_budget_where_it_matters():
     for rank, position in (("range", 0 * PAGE + 3), ("error", 2 * PAGE + 9)):
         spec = TensorSpec(3, "nf", "static", outliers=1 / (PAGE * 4), rank=rank)
         assert quantise(x, spec, tables).positions.tolist() == [position]
+
+
+def test_norm_range_is_the_root_mean_square_of_a_token():
+    x = torch.randn(PAGE, 2, 8) * torch.logspace(-3, 3, PAGE)[:, None, None]
+    spec = TensorSpec(3, "nuq", "norm", "layer")
+    tables = _tables(2, 8, torch.linspace(-1, 1, 8).bfloat16())
+    coded = quantise(x, spec, tables)
+    assert coded.base is None
+    torch.testing.assert_close(coded.step[:, 0, 0].float(), 4 * x.square().mean((1, 2)).sqrt(), rtol=1e-3, atol=0)
+    relative = (dequantise(coded, spec, tables) - x).norm(dim=(1, 2)) / x.norm(dim=(1, 2))
+    assert relative.max() < 0.5
+
+
+def test_rotation_is_undone_by_dequantise():
+    x = torch.randn(PAGE, 2, 16)
+    spec = TensorSpec(8, "uniform", "token", "head", rotation="hadamard")
+    tables = _tables(2, 16, _uniform(8))
+    torch.testing.assert_close(dequantise(quantise(x, spec, tables), spec, tables), x, rtol=0, atol=0.03)
+
+
+def test_every_channel_can_have_its_own_width():
+    levels = torch.cat([torch.linspace(-1, 1, 2**w) for w in range(1, 6)]).bfloat16().float()
+    widths = torch.tensor([[1, 5, 3, 3]], dtype=torch.uint8)
+    tables = Tables(torch.zeros(1, 4), torch.ones(1, 4), levels[None], None, widths)
+    x = torch.linspace(-1, 1, PAGE)[:, None, None].expand(PAGE, 1, 4)
+    spec = TensorSpec(5, "mixed", "static")
+    coded = quantise(x, spec, tables)
+    assert coded.codes.amax((0, 1)).tolist() == [1, 31, 7, 7]
+    error = (dequantise(coded, spec, tables) - x).abs().amax((0, 1))
+    assert (error <= torch.tensor([1, 1 / 31, 1 / 7, 1 / 7]) * 1.02).all()

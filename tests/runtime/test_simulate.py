@@ -17,6 +17,7 @@ FORMATS = [
     ("fp8", "fp8"),
     ("static", "identity"),
     ("identity", "token"),
+    ("mixed", "norm"),
 ]
 
 

@@ -1,0 +1,145 @@
+"""Levels "mixed": how many bits each rotary pair of keys and each tile of value channels gets.
+
+    D[unit, w] = sum over the sample of gradient^2 * (x - x')^2 of its channels at width w, per token
+
+is, to second order, what the unit adds to the loss. One multiplier over the units of all layers, keys and values
+together, spends the budget where a bit buys most (`fit.allocate`). Tables of levels belong to a layer and a width;
+they are fitted to all channels first, then to those that have the width, and the bits are allocated again.
+
+The budget is in true bits per element of a page: ranges, outliers, pointers and the position come off first.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvcalib.errors import ConfigError
+from kvcalib.fit import kmeans
+from kvcalib.fit.allocate import allocate
+from kvcalib.fit.histogram import compress
+from kvcalib.fit.levels import reassign, to_bf16_distinct
+from kvcalib.quant import codebook
+from kvcalib.quant.page import TILE, PageLayout
+from kvcalib.quant.spec import PAGE, CacheSpec, Tables
+
+_BINS = 1024
+_ROUNDS = 2
+
+
+@dataclass
+class Points:
+    """A sample as the levels see it: v and weight [n, H, D] float32, kept: the inliers."""
+
+    v: torch.Tensor
+    weight: torch.Tensor
+    kept: torch.Tensor
+
+
+Read = Callable[[int, str, Tables], Points]
+"""(layer, "key" or "value", tables) -> Points of the sample under those tables."""
+
+
+def fit_mixed(read: Read, frames: dict[int, dict[str, Tables]], spec: CacheSpec, budget: float) -> tuple[dict, dict]:
+    """frames: {layer: {"key": Tables, "value": Tables}} -> (the same with levels and widths, summary).
+
+    Raises ConfigError if the budget is below one bit per element and the rest of a page.
+    """
+    names = [name for name in ("key", "value") if getattr(spec, name).levels == "mixed"]
+    units = [(layer, name) for layer in frames for name in names]
+    fitted = {layer: dict(tables) for layer, tables in frames.items()}
+    for layer, name in units:
+        widest = torch.full_like(fitted[layer][name].zero, getattr(spec, name).bits, dtype=torch.uint8)
+        fitted[layer][name] = fitted[layer][name]._replace(levels=_evenly(getattr(spec, name).bits), widths=widest)
+    for _ in range(_ROUNDS):
+        distortion = {}
+        for layer, name in units:
+            tables = fitted[layer][name]
+            points = read(layer, name, tables)
+            tables = tables._replace(levels=_fit_tables(points, tables, getattr(spec, name).bits))
+            fitted[layer][name] = tables
+            distortion[layer, name] = _unit_distortion(points, tables, name, getattr(spec, name).bits)
+        _set_widths(fitted, distortion, spec, budget)
+    for layer, name in units:
+        points = read(layer, name, fitted[layer][name])
+        levels = _fit_tables(points, fitted[layer][name], getattr(spec, name).bits)
+        fitted[layer][name] = fitted[layer][name]._replace(levels=levels)
+    return fitted, _summary(fitted, names)
+
+
+def _set_widths(fitted: dict, distortion: dict, spec: CacheSpec, budget: float) -> None:
+    heads_units = {unit: table.shape[:2] for unit, table in distortion.items()}
+    price = np.concatenate([np.full(h * u, _channels(name)) for (_, name), (h, u) in heads_units.items()])
+    table = np.concatenate([t.reshape(-1, t.shape[-1]) for t in distortion.values()])
+    spendable = _code_bits(fitted, spec, budget)
+    if spendable < price.sum():
+        raise ConfigError(
+            f"quant.budget={budget:g} bits per element leaves less than one bit per code after ranges and outliers; "
+            f"raise it or lower quant.key.outliers and quant.value.outliers"
+        )
+    widths, start = allocate(table, price, spendable), 0
+    for (layer, name), (heads, units) in heads_units.items():
+        chosen = torch.from_numpy(widths[start : start + heads * units].reshape(heads, units).astype(np.uint8))
+        start += heads * units
+        tables = fitted[layer][name]
+        per_channel = chosen.repeat(1, 2) if name == "key" else chosen.repeat_interleave(TILE, 1)
+        fitted[layer][name] = tables._replace(widths=per_channel[:, : tables.zero.shape[1]].contiguous())
+
+
+def _channels(name: str) -> int:
+    return 2 if name == "key" else TILE
+
+
+def _code_bits(fitted: dict, spec: CacheSpec, budget: float) -> float:
+    """Bits per token, all layers, that the budget leaves for codes of mixed width."""
+    left = 0.0
+    for tables in fitted.values():
+        layout = PageLayout(spec, tables["key"], tables["value"])
+        codes = sum(layout.sections[f"{name}_codes"].nbytes for name in tables if getattr(spec, name).levels == "mixed")
+        left += budget * layout.heads * (layout.key_dim + layout.value_dim) - 8 * (layout.nbytes - codes) / PAGE
+    return left
+
+
+def _unit_distortion(points: Points, tables: Tables, name: str, widest: int) -> np.ndarray:
+    """float64 [H, units, widest] per token, at each width in turn."""
+    columns = []
+    for width in range(1, widest + 1):
+        at = tables._replace(levels=codebook.table_of(tables.levels, width)[None], widths=None)
+        error = (codebook.decode(codebook.encode(points.v, at), at) - points.v).square() * points.weight * points.kept
+        channel = error.double().sum(0) / len(points.v)
+        padded = channel if name == "key" else torch.nn.functional.pad(channel, (0, -channel.shape[-1] % TILE))
+        columns.append(
+            padded.unflatten(-1, (2, -1)).sum(1) if name == "key" else padded.unflatten(-1, (-1, TILE)).sum(-1)
+        )
+    return torch.stack(columns, dim=-1).numpy()
+
+
+def _fit_tables(points: Points, tables: Tables, widest: int) -> torch.Tensor:
+    """Levels [1, tables of 1 to widest bits]; a width that no channel has is fitted to all."""
+    rows = []
+    for width in range(1, widest + 1):
+        own = points.kept & (tables.widths == width)
+        chosen = own if own.any() else points.kept
+        rows.append(_fit_table(points.v[chosen].numpy(), points.weight[chosen].numpy(), width))
+    return torch.cat(rows)[None]
+
+
+def _fit_table(v: np.ndarray, weight: np.ndarray, width: int) -> torch.Tensor:
+    top = weight.max()
+    centres, mass = compress(v, weight / top if top > 0 else np.ones_like(weight), bins=_BINS)
+    levels = reassign(centres, mass, to_bf16_distinct(kmeans.exact_kmeans(centres, mass, 2**width)))
+    return torch.from_numpy(levels).float()
+
+
+def _evenly(widest: int) -> torch.Tensor:
+    rows = [torch.linspace(-1, 1, 2**width) for width in range(1, widest + 1)]
+    return torch.cat(rows).bfloat16().float()[None]
+
+
+def _summary(fitted: dict, names: list[str]) -> dict:
+    """Mean width of keys and values per layer."""
+    return {
+        layer: {name: {"mean_width": float(tables[name].widths.float().mean())} for name in names}
+        for layer, tables in fitted.items()
+    }

@@ -1,0 +1,90 @@
+"""Bits by sensitivity: the budget is kept, and beats the same bits spread evenly."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvcalib.artifact.io import load_artifact
+from kvcalib.calib.codebooks import codebooks
+from kvcalib.calib.export import export
+from kvcalib.calib.files import Reader
+from kvcalib.calib.outliers import outliers
+from kvcalib.errors import ConfigError
+from kvcalib.quant import codec
+from kvcalib.quant.page import PageLayout
+from kvcalib.quant.spec import PAGE, CacheSpec, TensorSpec
+from tests.calib.conftest import SINK, calibrated, make_windows, quiet
+from tests.models.zoo import tiny
+
+KEY = TensorSpec(5, "mixed", "static", rope="pre", outliers=0.01, rank="error")
+VALUE = TensorSpec(5, "mixed", "norm", rotation="hadamard")
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A tiny model in which half of the key channels and of the value heads hardly matter."""
+    model = tiny("llama")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.view(4, 16, -1)[:, ::2] *= 0.05
+            layer.self_attn.v_proj.weight.view(2, 16, -1)[0] *= 0.05
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    return calibrated(model, make_windows(), tmp_path_factory.mktemp("mixed"))
+
+
+def make(model, folder, out, spec, budget=None):
+    outliers(folder / "collect", spec, out=out)
+    codebooks(out, folder / "fisher", spec, out=out, budget=budget, progress=quiet)
+    export(model, out, out, spec, out=out)
+    return load_artifact(out)
+
+
+def page_bits(artifact) -> float:
+    layouts = [PageLayout(artifact.spec, layer.key, layer.value) for layer in artifact.layers.values()]
+    elements = sum(PAGE * layout.heads * (layout.key_dim + layout.value_dim) for layout in layouts)
+    return 8 * sum(layout.nbytes for layout in layouts) / elements
+
+
+def damage(artifact, folder) -> float:
+    """Squared gradient times squared error of the codec over the sample, keys and values."""
+    total = 0.0
+    for path in sorted((folder / "fisher").glob("window_*")):
+        reader = Reader(path, "fisher")
+        for index, layer in artifact.layers.items():
+            for name in ("key", "value"):
+                x, grad = (reader[f"layers.{index}.{name}{end}"].float() for end in ("", "_grad"))
+                back = codec.simulate(x, getattr(artifact.spec, name), getattr(layer, name))
+                total += ((back - x) * grad).square().sum().item()
+    return total
+
+
+@pytest.mark.parametrize("budget", [2.5, 3.3, 4.0])
+def test_the_budget_is_true_bits_and_is_spent(model, folder, tmp_path, budget):
+    artifact = make(model, folder, tmp_path, CacheSpec(KEY, VALUE, 0, SINK), budget)
+    assert budget - 0.1 < page_bits(artifact) <= budget
+    assert artifact.layers[0].key.widths.unique().numel() > 1
+
+
+def test_bits_by_sensitivity_beat_even_bits(model, folder, tmp_path):
+    even = CacheSpec(replace(KEY, bits=3, levels="nuq"), replace(VALUE, bits=3, levels="nuq"), 0, SINK)
+    plain = make(model, folder, tmp_path / "even", even)
+    mixed = make(model, folder, tmp_path / "mixed", CacheSpec(KEY, VALUE, 0, SINK), page_bits(plain))
+    assert page_bits(mixed) <= page_bits(plain)
+    assert damage(mixed, folder) < 0.7 * damage(plain, folder)
+
+
+def test_one_tensor_can_be_mixed_alone(model, folder, tmp_path):
+    spec = CacheSpec(KEY, TensorSpec(4, "nuq", "token"), 0, SINK)
+    artifact = make(model, folder, tmp_path, spec, 3.5)
+    assert artifact.layers[0].value.widths is None
+    assert page_bits(artifact) <= 3.5
+
+
+def test_a_budget_that_leaves_no_bit_per_code(model, folder, tmp_path):
+    with pytest.raises(ConfigError, match=r"quant\.budget=1\.2 .* less than one bit per code"):
+        make(model, folder, tmp_path, CacheSpec(KEY, VALUE, 0, SINK), 1.2)
