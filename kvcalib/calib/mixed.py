@@ -108,11 +108,15 @@ def _unit_distortion(points: Points, tables: Tables, name: str, widest: int) -> 
         at = tables._replace(levels=codebook.table_of(tables.levels, width)[None], widths=None)
         error = (codebook.decode(codebook.encode(points.v, at), at) - points.v).square() * points.weight * points.kept
         channel = error.double().sum(0) / len(points.v)
-        padded = channel if name == "key" else torch.nn.functional.pad(channel, (0, -channel.shape[-1] % TILE))
-        columns.append(
-            padded.unflatten(-1, (2, -1)).sum(1) if name == "key" else padded.unflatten(-1, (-1, TILE)).sum(-1)
-        )
+        columns.append(_per_unit(channel, name))
     return torch.stack(columns, dim=-1).numpy()
+
+
+def _per_unit(channel: torch.Tensor, name: str) -> torch.Tensor:
+    """Sums [H, D] over rotary pairs or tiles -> [H, units]."""
+    if name == "key":
+        return channel.unflatten(-1, (2, -1)).sum(1)
+    return torch.nn.functional.pad(channel, (0, -channel.shape[-1] % TILE)).unflatten(-1, (-1, TILE)).sum(-1)
 
 
 def _fit_tables(points: Points, tables: Tables, widest: int) -> torch.Tensor:

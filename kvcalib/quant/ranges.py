@@ -2,7 +2,7 @@
 
     uniform levels 0 .. L-1     step = (max - min) / (L - 1)    base = min
     levels in [-1, 1]           step = (max - min) / 2          base = (max + min) / 2
-    range="norm"                step = 4 * root mean square     no base: half the bytes, and no dependence on two extremes
+    range="norm"                step = 4 * root mean square     no base: half the bytes, no dependence on two extremes
 
 Min and max leave the outliers out. All are taken over
 
@@ -36,7 +36,7 @@ _NORM_SPAN = 4.0
 def measure(
     u: torch.Tensor, inlier: torch.Tensor | None, spec: TensorSpec, levels: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """u fp32 [..., P, H, D], inlier bool alike or None -> (step, base) fp16 of `range_shape`; None where there is none."""
+    """u fp32 [..., P, H, D], inlier bool alike or None -> step, base fp16 of `range_shape`, None where there is none."""
     if spec.range == "static":
         return None, None
     cells = _cells(u, spec)

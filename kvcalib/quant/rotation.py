@@ -1,9 +1,9 @@
 """An orthonormal transform of the channels of a head before quantisation.
 
 "hadamard" mixes channels with the Sylvester-Hadamard matrix of the largest power of two that divides the head
-dimension, block by block. It spreads a token's few large values over the block, so that the token's range fits all its channels.
-The matrix is symmetric and its own inverse, takes no numbers from calibration, and costs nothing where values are
-concerned: attention is linear in them, so a kernel turns the output back instead of every value.
+dimension, block by block. It spreads a token's few large values over the block, so that the token's range fits all
+its channels. The matrix is symmetric and its own inverse, takes no numbers from calibration, and costs nothing where
+values are concerned: attention is linear in them, so a kernel turns the output back instead of every value.
 """
 
 from functools import cache

@@ -25,7 +25,7 @@ _FP16_MAX = torch.finfo(torch.float16).max
 
 
 def select_by_error(error: torch.Tensor, weight: torch.Tensor, count: int) -> torch.Tensor:
-    """error = u - u' of the dense codes fp32 [..., P, H, D], weight [H, D] -> positions int64 [..., count], ascending."""
+    """error = u - u' of the dense codes [..., P, H, D], weight [H, D] -> positions int64 [..., count], ascending."""
     return _largest(error.square() * weight, count)
 
 
