@@ -4,7 +4,7 @@ One safetensors file.
 
     tensors   layers.{i}.{key|value}.zero     fp32 [H, D]      frame, see quant/spec.py
               layers.{i}.{key|value}.scale    fp32 [H, D]      > 0
-              layers.{i}.{key|value}.levels   bf16 [1 or H, L] rows strictly increasing
+              layers.{i}.{key|value}.levels   bf16 [1, H or H * D, L]  rows strictly increasing
               layers.{i}.{key|value}.weight   fp32 [H, D]      only where outliers rank by error
               layers.{i}.{key|value}.widths   uint8 [H, D]     only for levels="mixed": equal inside pairs and tiles
     metadata  format = "pt"
@@ -107,15 +107,15 @@ def _width_problems(name: str, spec: TensorSpec, tables: Tables) -> list[str]:
     even = (pairs[:, 0] == pairs[:, 1]).all() if name == "key" else all((t == t[:, :1]).all() for t in tiles)
     if not even:
         return [f"widths differ inside a {'rotary pair' if name == 'key' else 'tile of 16 channels'}"]
-    if tables.levels.shape != (1, table_offset(spec.bits + 1)):
-        return [f"levels {tuple(tables.levels.shape)}, expected the tables of 1 to {spec.bits} bits in one row"]
-    tables_of = (tables._replace(levels=table_of(tables.levels, w)[None]) for w in range(1, spec.bits + 1))
+    if tables.levels.dim() != 2 or tables.levels.shape[1] != table_offset(spec.bits + 1):
+        return [f"levels {tuple(tables.levels.shape)}, expected rows with the tables of 1 to {spec.bits} bits"]
+    tables_of = (tables._replace(levels=table_of(tables.levels, w)) for w in range(1, spec.bits + 1))
     return [text for each in tables_of for text in _level_problems(spec, each)]
 
 
 def _level_problems(spec: TensorSpec, tables: Tables) -> list[str]:
     levels = tables.levels
-    books = tables.zero.shape[0] if spec.books == "head" else 1
+    books = spec.book_count(*tables.zero.shape)
     if levels.dim() != 2 or levels.shape[0] != books or not 2 <= levels.shape[1] <= 2**spec.bits:
         return [f"levels {tuple(levels.shape)}, expected [{books}, 2 to {2**spec.bits}]"]
     if not levels.isfinite().all() or not (levels[:, 1:] > levels[:, :-1]).all():

@@ -105,7 +105,7 @@ def _unit_distortion(points: Points, tables: Tables, name: str, widest: int) -> 
     """float64 [H, units, widest] per token, at each width in turn."""
     columns = []
     for width in range(1, widest + 1):
-        at = tables._replace(levels=codebook.table_of(tables.levels, width)[None], widths=None)
+        at = tables._replace(levels=codebook.table_of(tables.levels, width), widths=None)
         error = (codebook.decode(codebook.encode(points.v, at), at) - points.v).square() * points.weight * points.kept
         channel = error.double().sum(0) / len(points.v)
         columns.append(_per_unit(channel, name))

@@ -35,7 +35,7 @@ class TensorSpec:
     outliers  share of the elements kept sparse in fp16
     rank      which ones, per page: "error" (largest squared error of the dense code times the sensitivity of its
               channel; static ranges only) or "range" (farthest outside the range of the others)
-    books     one table of levels per "layer" or per "head"
+    books     one table of levels per "layer", "head" or "channel"; tables cost nothing per token
     """
 
     bits: int
@@ -52,6 +52,9 @@ class TensorSpec:
     @property
     def quantised(self) -> bool:
         return self.levels != "none"
+
+    def book_count(self, heads: int, dim: int) -> int:
+        return {"layer": 1, "head": heads, "channel": heads * dim}[self.books]
 
     @property
     def ranks_by_error(self) -> bool:
@@ -87,8 +90,8 @@ class Tables(NamedTuple):
     """Calibrated numbers of one tensor of one layer.
 
     zero, scale  fp32 [H, D], channels in the order of `rope.Rope`; scale > 0
-    levels       fp32 [1 or H, 2**bits at most], rows strictly increasing, every entry exact in bf16; with widths: one
-                 row, the tables of width 1, 2, ... one after the other, that of width w from entry 2**w - 2 on
+    levels       fp32 [1, H or H * D books, 2**bits at most], rows strictly increasing, every entry exact in bf16;
+                 with widths, a row holds the tables of width 1, 2, ... end to end, that of width w from 2**w - 2 on
     weight       fp32 [H, D] >= 0, only where outliers rank by error: what a squared error of u costs in each channel
     widths       uint8 [H, D], only for levels="mixed": bits of every channel
     """
