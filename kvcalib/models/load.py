@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import re
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,7 +40,11 @@ from kvcalib.models.tiny import random_model
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 log = logging.getLogger(__name__)
 
-LOAD_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
+LOAD_ERRORS = (OSError, ValueError, LookupError, EOFError, RuntimeError, SafetensorError, struct.error)
+
+
+class _MissingPackage(MissingInput):
+    """A Python package that transformers imports late, for the model at hand."""
 
 
 def load_model(
@@ -108,6 +114,8 @@ def _from_gguf(file: Path, dtype: torch.dtype):
     if folder.is_dir():
         try:
             return _from_folder(folder, kind, name=str(file))
+        except _MissingPackage:
+            raise
         except MissingInput:
             log.warning("%s is damaged and is made anew", folder)
     log.info("expanding %s into %s; the next load takes a second", file.name, folder)
@@ -123,13 +131,20 @@ def _read_gguf(file: Path, dtype: torch.dtype):
     with _quiet():
         try:
             config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
+        except ImportError as error:
+            raise _missing_package(str(file), error) from error
         except LOAD_ERRORS as error:
-            raise UnsupportedModel(
-                f"transformers {__version__} cannot read {file.name}: {first_line(error)}"
-            ) from error
+            raise _unreadable_gguf(file, error) from error
         tokenizer = _tokenizer(file.parent, str(file), gguf_file=file.name)
         model = _weights(file.parent, str(file), gguf_file=file.name, config=config, dtype=dtype)
     return model, tokenizer
+
+
+def _unreadable_gguf(file: Path, error: Exception) -> Exception:
+    """An architecture that transformers does not know, or a file that is cut or damaged."""
+    if "not supported" in str(error):
+        return UnsupportedModel(f"transformers {__version__} cannot read {file.name}: {first_line(error)}")
+    return MissingInput(f"model.path={file} is damaged ({first_line(error)}): download it again")
 
 
 def _check_gguf(file: Path) -> None:
@@ -161,6 +176,8 @@ def _folder_config(folder: Path, name: str) -> PreTrainedConfig:
         if model_type not in CONFIG_MAPPING:
             raise UnsupportedModel(_unknown_type(name, model_type, "auto_map" in raw))
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except ImportError as error:
+        raise _missing_package(name, error) from error
     except (*LOAD_ERRORS, TypeError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())[:200]
         raise MissingInput(f"model.path={name}: config.json is damaged: {reason}") from error
@@ -179,6 +196,8 @@ def _unknown_type(name: str, model_type: str | None, has_code: bool) -> str:
 def _tokenizer(folder: Path, name: str, **kwargs):
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **kwargs)
+    except ImportError as error:
+        raise _missing_package(name, error) from error
     except Exception as error:  # the tokenizers library raises no narrower class
         raise MissingInput(f"model.path={name} has no tokenizer that can be read: {first_line(error)}") from error
 
@@ -189,6 +208,8 @@ def _weights(folder: Path, name: str, **kwargs):
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, output_loading_info=True, **kwargs
         )
+    except ImportError as error:
+        raise _missing_package(name, error) from error
     except LOAD_ERRORS as error:
         raise MissingInput(
             f"model.path={name}: the weights are damaged or do not fit the config"
@@ -201,6 +222,20 @@ def _weights(folder: Path, name: str, **kwargs):
             " the download is incomplete or the config belongs to another model"
         )
     return model
+
+
+def _missing_package(name: str, error: ImportError) -> _MissingPackage:
+    """What to install, from the module that is missing or from the command that transformers proposes."""
+    asked = re.search(r"pip install (?:-\S+ )*['\"]?([A-Za-z][\w.-]*)", str(error))
+    known = re.search(r"\b(accelerate|gguf|sentencepiece|tiktoken|protobuf)\b", str(error), re.IGNORECASE)
+    package = error.name or (asked and asked[1]) or (known and known[1].lower())
+    if not package:
+        return _MissingPackage(f"model.path={name}: loading it needs a package that is missing ({first_line(error)})")
+    package = package.split(".")[0]
+    return _MissingPackage(
+        f"model.path={name}: loading it needs the package {package}, which is missing or too old:"
+        f" run `pip install --upgrade {package}`"
+    )
 
 
 def _own_dtype(dtype: str, device: str) -> torch.dtype:

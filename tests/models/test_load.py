@@ -313,3 +313,38 @@ def test_damaged_and_unknown_gguf(gguf_file):
     gguf_file.write_bytes(content[: len(content) // 2])
     with pytest.raises((MissingInput, UnsupportedModel), match=r"tiny\.gguf"):
         load(gguf_file)
+
+
+def test_a_gguf_of_a_few_bytes_is_a_sentence(tmp_path):
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\3\0\0\0xx")
+    assert "cut.gguf is damaged" in refused(tmp_path / "cut.gguf")
+
+
+@pytest.mark.parametrize(
+    ("error", "package"),
+    [
+        (ImportError("This needs Accelerate: `pip install 'accelerate>=0.26.0'`"), "accelerate"),
+        (ImportError("Please install torch and gguf>=0.10.0 to load a GGUF checkpoint in PyTorch."), "gguf"),
+        (ModuleNotFoundError("No module named 'a.b'", name="a.b"), "a"),
+    ],
+)
+@pytest.mark.parametrize("what", ["AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"])
+def test_a_missing_package_is_named(saved, gguf_file, monkeypatch, caplog, error, package, what):
+    def lacking(*args, **kwargs):
+        raise error
+
+    load(gguf_file, dtype="float32")
+    monkeypatch.setattr(f"kvcalib.models.load.{what}.from_pretrained", lacking)
+    for path in (saved, gguf_file):
+        sentence = refused(path, dtype="float32")
+        assert f"pip install --upgrade {package}`" in sentence
+        assert "damaged" not in sentence
+    assert "damaged" not in caplog.text
+
+
+def test_a_missing_package_without_a_name(saved, monkeypatch):
+    def lacking(*args, **kwargs):
+        raise ImportError("something is missing")
+
+    monkeypatch.setattr("kvcalib.models.load.AutoTokenizer.from_pretrained", lacking)
+    assert "(something is missing)" in refused(saved)
