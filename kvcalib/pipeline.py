@@ -37,12 +37,19 @@ class Result(NamedTuple):
         return f"{self.record['seconds']:.1f} s" if self.action == "ran" else self.action
 
 
-def run(settings: Settings, table: tuple[Stage, ...], session: Any, *, progress: Callable) -> dict[str, Result]:
-    """Plan, then do; returns what became of each stage, in the order of the table."""
+def run(
+    settings: Settings, table: tuple[Stage, ...], session: Any, *, progress: Callable, prepare: Callable | None = None
+) -> dict[str, Result]:
+    """Plan, then do; returns what became of each stage, in the order of the table.
+
+    prepare(session, names of the stages that will run): may raise, before anything has run.
+    """
     run_dir = Path(settings.run_dir)
     with records.exclusive(run_dir):
         plan = Planner(settings, table)
         decisions = plan.decisions()
+        if prepare:
+            prepare(session, [name for name, decision in decisions.items() if decision.action == "run"])
         done: dict[str, Result] = {}
         for stage in table:
             if stage.name in decisions:
@@ -58,7 +65,7 @@ def _carry_out(stage: Stage, decision: Decision, plan: Planner, session: Any, pr
     if decision.action == "reuse":
         log.info("%s: re-used from %s", stage.name, decision.found.path)
         return Result("reused", decision.found.path, _reuse(stage, decision.found, plan))
-    log.info("%s: running (%s)", stage.name, decision.why)
+    log.info("%s: %s", stage.name, decision.why)
     record = _execute(stage, plan, session, progress)
     log.info("%s: done in %.1f s", stage.name, record["seconds"])
     return Result("ran", plan.run_dir / stage.name, record)

@@ -7,12 +7,18 @@ For each selected stage, and for every prerequisite that is missing:
     same fingerprint in this run                 keep
     none here, same fingerprint in another run   reuse (stages marked `shared`)
     none                                         run
-    different fingerprint                        refused with a sentence, unless stage.force=true,
-                                                 or it is the one stage that the user named
+    different fingerprint                        run again, if it is the one stage that the user named, one made
+                                                 from finished results only, or a prerequisite that differs in
+                                                 `quant.*` alone (made of the same measurements); else refused
+                                                 with a sentence
+
+`stage.force=true` turns the refusal of selected stages into running again; where nothing has changed, it runs the
+selected stages again. So a change of format costs what depends on it, and measuring the model stays.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +27,10 @@ from kvcalib import records
 from kvcalib.errors import ConfigError
 from kvcalib.records import Found
 from kvcalib.settings import Settings
+
+SHOWN = 4
+"""Changed keys that a sentence names."""
+FILES = "model.files."
 
 
 class Task(NamedTuple):
@@ -52,7 +62,7 @@ class Stage(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What will be done about a stage. action: "run", "reuse" or "keep"; why: for the log."""
+    """What will be done about a stage. action: "run", "reuse" or "keep"; why: what the log says of it."""
 
     action: str
     why: str
@@ -66,6 +76,7 @@ class Planner:
         self.stages = {stage.name: stage for stage in table}
         self.run_dir, self.runs_root = Path(settings.run_dir), Path(settings.runs_root)
         self.selected, self.force = tuple(settings.stage.run), settings.stage.force
+        self.forced: tuple[str, ...] = ()
         self.reads: dict[str, dict] = {}
         self.prints: dict[str, str] = {}
         self.made: dict[str, Decision] = {}
@@ -77,12 +88,20 @@ class Planner:
 
     def decisions(self) -> dict[str, Decision]:
         for name in self.stages:
+            self._refuse_file(self.run_dir / name)
+        if self.force and (len(self.selected) == 1 or not any(map(self._stale, self.selected))):
+            self.forced = self.selected
+        for name in self.stages:
             if name in self.selected:
                 self._visit(name, "selected")
         return self.made
 
     def found(self, name: str) -> Found | None:
         return records.finished(self.run_dir, name)
+
+    def _refuse_file(self, path: Path) -> None:
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"{path} is a file where a stage writes its folder: move it away, or give name=...")
 
     def _visit(self, name: str, why: str) -> None:
         if name in self.made:
@@ -97,16 +116,42 @@ class Planner:
 
     def _decide(self, stage: Stage, why: str) -> Decision:
         name, found = stage.name, self.found(stage.name)
-        if self.force and name in self.selected:
-            return Decision("run", "forced")
-        if found:
-            if self._current(stage, found):
-                return Decision("keep", "up to date", found)
-            if not stage.derived and self.selected != (name,):
-                raise ConfigError(self._refusal(*self._cause(stage, found)))
-            why = f"again, {self._changes(stage, found)}"
+        if name in self.forced:
+            return Decision("run", "running (stage.force=true)")
+        if found and self._current(stage, found):
+            return Decision("keep", "up to date", found)
+        if found and not self._may_redo(stage, found):
+            raise ConfigError(self._refusal(*self._cause(stage, found)))
         other = self._elsewhere(stage)
-        return Decision("reuse", why, other) if other else Decision("run", why)
+        return Decision("reuse", why, other) if other else Decision("run", self._reason(stage, found, why))
+
+    def _reason(self, stage: Stage, found: Found | None, why: str) -> str:
+        if found:
+            what = "settings changed" if self._differing(stage, found) else "inputs changed"
+            return f"{what} ({self._changes(stage, found)}), running again"
+        if (self.run_dir / stage.name / "stage.json").exists():
+            return "its record or one of its files is damaged or gone, running again"
+        return f"running ({why})"
+
+    def _may_redo(self, stage: Stage, found: Found) -> bool:
+        if stage.derived or self.selected == (stage.name,):
+            return True
+        return self.force if stage.name in self.selected else self._differs_in_format(stage, found)
+
+    def _differs_in_format(self, stage: Stage, found: Found) -> bool:
+        """Whether nothing but `quant.*`, here or further up, makes the stage stale."""
+        keys = self._differing(stage, found)
+        own = all(key.startswith("quant.") for key in keys)
+        return own and bool(keys or self._other_inputs(stage, found)) and all(map(self._usable, stage.needs))
+
+    def _usable(self, name: str) -> bool:
+        """Whether the stage is missing, current, or may be redone as a prerequisite."""
+        stage, found = self.stages[name], self.found(name)
+        return not found or self._current(stage, found) or self._differs_in_format(stage, found)
+
+    def _stale(self, name: str) -> bool:
+        found = self.found(name)
+        return found is not None and not self._current(self.stages[name], found)
 
     def _elsewhere(self, stage: Stage) -> Found | None:
         if not stage.shared:
@@ -138,27 +183,41 @@ class Planner:
         return stage, found
 
     def _refusal(self, stage: Stage, found: Found) -> str:
-        selected = stage.name in self.selected
-        replace = "stage.force=true" if selected else "stage=all stage.force=true"
-        ready = all(need in self.made and self.made[need].action != "run" for need in stage.needs)
-        alone = f", or stage={stage.name} to redo that stage alone" if selected and ready else ""
+        replace = "stage.force=true" if stage.name in self.selected else "stage=all stage.force=true"
         return (
             f"stage {stage.name} of {self.run_dir} is there with other settings "
             f"({self._changes(stage, found)}): give name=... for a new run, "
-            f"or {replace} to replace it{alone}"
+            f"or {replace} to redo it and what follows from it"
         )
 
     def _changes(self, stage: Stage, found: Found) -> str:
         """What differs from the record, old -> new."""
         old, new = _flat(found.record["settings"]), _flat(self.reads[stage.name])
-        keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-        parts = [f"{key} {old.get(key)} -> {new.get(key)}" for key in keys[:8]]
-        parts += [f"and {len(keys) - 8} more"] if len(keys) > 8 else []
-        before = {need: item["fingerprint"] for need, item in found.record["inputs"].items()}
-        stale = [need for need in stage.needs if before.get(need) != self.prints[need]]
+        keys, stale = self._differing(stage, found), self._other_inputs(stage, found)
+        parts = [_difference(key, old.get(key), new.get(key)) for key in keys[:SHOWN]]
+        parts += [f"and {len(keys) - SHOWN} more"] if len(keys) > SHOWN else []
         if not parts and stale:
             parts = [f"other result of {', '.join(stale)}"]
         return ", ".join(parts) or "made anew by another version, or from inputs made anew"
+
+    def _differing(self, stage: Stage, found: Found) -> list[str]:
+        """Dotted keys of the settings that are not as recorded."""
+        old, new = _flat(found.record["settings"]), _flat(self.reads[stage.name])
+        return [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+
+    def _other_inputs(self, stage: Stage, found: Found) -> list[str]:
+        """Inputs that have, or will have, another result than the recorded one."""
+        before = {need: item["fingerprint"] for need, item in found.record["inputs"].items()}
+        return [need for need in stage.needs if before.get(need) != self.prints[need]]
+
+
+def _difference(key: str, old: Any, new: Any) -> str:
+    """A changed setting for the eye: a fingerprint of content says nothing but that it changed."""
+    if key.startswith(FILES):
+        return f"file {key.removeprefix(FILES)} of model.path changed"
+    if any(isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) for value in (old, new)):
+        return f"content of {key} changed"
+    return f"{key} {old} -> {new}"
 
 
 def _flat(tree: dict, prefix: str = "") -> dict:

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 from kvcalib.errors import ConfigError
 
 PARTIAL = ".partial"
+RECORD = {"fingerprint": str, "settings": dict, "inputs": dict, "finished": str, "outputs": list}
+"""What a stage.json must hold to count."""
 
 
 class Found(NamedTuple):
@@ -56,15 +58,23 @@ def write_json(path: Path, content: Any) -> None:
     partial.replace(path)
 
 
+def read_record(folder: Path) -> dict | None:
+    """The content of stage.json, or None where it is missing or damaged."""
+    record = read_json(folder / "stage.json")
+    if not isinstance(record, dict) or any(type(record.get(key)) is not kind for key, kind in RECORD.items()):
+        return None
+    return record
+
+
 def finished(run_dir: Path, stage: str) -> Found | None:
     """The finished stage of a run, with every output in place; else None."""
-    record = read_json(run_dir / stage / "stage.json")
+    record = read_record(run_dir / stage)
     if record is None:
         return None
     path = run_dir / stage
     if "reused_from" in record:
         path = Path(os.path.normpath(run_dir / record["reused_from"]))
-        origin = read_json(path / "stage.json")
+        origin = read_record(path)
         if origin is None or origin["fingerprint"] != record["fingerprint"]:
             return None
     return Found(record, path) if _complete(path, record["outputs"]) else None
@@ -87,13 +97,18 @@ def outputs_of(folder: Path) -> list[dict]:
 
 
 def _complete(folder: Path, outputs: list[dict]) -> bool:
+    """Every output has its size, and those in JSON can be read."""
     paths = [(folder / item["file"], item["bytes"]) for item in outputs]
-    return all(path.is_file() and path.stat().st_size == size for path, size in paths)
+    whole = all(path.is_file() and path.stat().st_size == size for path, size in paths)
+    return whole and all(read_json(path) is not None for path, _ in paths if path.suffix == ".json")
 
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """An empty folder beside `target` that takes its place when the block ends without error."""
+    """An empty folder beside `target` that takes its place when the block ends without error.
+
+    Its files get the mode that the umask asks for, whatever the library that wrote them thinks.
+    """
     fresh = target.with_name(target.name + PARTIAL)
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
@@ -102,12 +117,21 @@ def replacing(target: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
+    _open_to_readers(fresh)
     old = target.with_name(target.name + ".old" + PARTIAL)
     if target.exists():
         shutil.rmtree(old, ignore_errors=True)
         target.replace(old)
     fresh.replace(target)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _open_to_readers(folder: Path) -> None:
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(0o666 & ~mask)
 
 
 @contextmanager

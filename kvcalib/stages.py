@@ -235,7 +235,7 @@ TABLE = (
     Stage("outliers", ("collect",), _outliers_reads, _outliers, shared=True),
     Stage("codebooks", ("fisher", "outliers"), _codebooks_reads, _codebooks, shared=True),
     Stage("export", ("codebooks", "outliers"), _export_reads, _export),
-    Stage("evaluate", ("export",), _evaluate_reads, _evaluate),
+    Stage("evaluate", ("export",), _evaluate_reads, _evaluate, derived=True),
     Stage("report", ("evaluate",), _report_reads, _report, derived=True),
 )
 """In the order in which the stages run."""

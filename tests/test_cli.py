@@ -172,6 +172,7 @@ def test_an_interrupt_is_a_sentence(kvcalib_command, tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in the background
     )
     assert process.stdout.readline() == "at work\n"
     process.send_signal(signal.SIGINT)

@@ -47,12 +47,12 @@ class Bench:
     def table(self):
         return (
             self.stage("collect", (), lambda s: {"data": {"windows": s.data.windows}}, shared=True),
-            self.stage("outliers", ("collect",), lambda s: {"sink": s.quant.sink}, shared=True),
-            self.stage("export", ("outliers",), lambda s: {"bits": s.quant.key.bits}),
+            self.stage("outliers", ("collect",), lambda s: {"quant": {"sink": s.quant.sink}}, shared=True),
+            self.stage("export", ("outliers",), lambda s: {"quant": {"bits": s.quant.key.bits}}),
             self.stage("report", ("export",), lambda s: {"eval": s.eval.windows}, derived=True),
         )
 
-    def run(self, *stages, name="a", force=False, bits=3, windows=8, sink=4, evaluated=1):
+    def run(self, *stages, name="a", force=False, bits=3, windows=8, sink=4, evaluated=1, prepare=None):
         """What ran, in order; settings that are not given are the defaults."""
         settings = copy.deepcopy(self.base)
         settings.name, settings.runs_root = name, str(self.root)
@@ -62,7 +62,7 @@ class Bench:
         settings.quant.key.bits, settings.quant.sink = bits, sink
         settings.data.windows, settings.eval.windows = windows, evaluated
         self.ledger.clear()
-        self.done = pipeline.run(settings, self.table, None, progress=lambda items, **_: items)
+        self.done = pipeline.run(settings, self.table, None, progress=lambda items, **_: items, prepare=prepare)
         return list(self.ledger)
 
     def record(self, stage, name="a"):
@@ -86,7 +86,7 @@ def test_everything_runs_once(bench):
 def test_the_record_says_what_was_done(bench):
     bench.run()
     record = bench.record("outliers")
-    assert record["settings"] == {"sink": 4}
+    assert record["settings"] == {"quant": {"sink": 4}}
     assert record["inputs"]["collect"]["fingerprint"] == bench.record("collect")["fingerprint"]
     assert record["inputs"]["collect"]["path"] == "collect"
     assert record["outputs"] == [{"file": "numbers.json", "bytes": 15}]
@@ -128,10 +128,13 @@ def test_nothing_runs_before_a_refusal(bench):
     assert bench.ledger == []
 
 
-def test_a_stale_last_stage_may_be_redone_alone(bench):
+def test_a_refusal_has_two_remedies_and_no_third(bench):
     bench.run()
-    with pytest.raises(ConfigError, match="or stage=export to redo that stage alone"):
+    with pytest.raises(ConfigError) as caught:
         bench.run(bits=4)
+    assert "name=..." in str(caught.value)
+    assert "stage.force=true" in str(caught.value)
+    assert "alone" not in str(caught.value)
 
 
 def test_the_named_stage_is_redone_and_later_ones_are_said_to_be_stale(bench, caplog):
@@ -149,11 +152,47 @@ def test_the_named_stage_is_refused_on_stale_prerequisites(bench):
         bench.run("export", windows=9)
 
 
-def test_force_runs_selected_stages_again_and_no_others(bench):
+def test_a_prerequisite_of_another_format_is_redone(bench, caplog):
+    bench.run()
+    with caplog.at_level("INFO"):
+        assert bench.run("export", sink=5) == ["outliers", "export"]
+    assert "outliers: settings changed (quant.sink 4 -> 5), running again" in caplog.text
+    assert "export: inputs changed (other result of outliers), running again" in caplog.text
+    assert "now out of date: report" in caplog.text
+    assert bench.done["outliers"].action == "ran"
+
+
+def test_back_to_the_first_format_is_one_refusal_and_one_command(bench):
+    bench.run()
+    bench.run("export", sink=5, bits=4)
+    with pytest.raises(ConfigError, match=r"stage outliers .*quant.sink 5 -> 4\).* stage.force=true"):
+        bench.run()
+    assert bench.run(force=True) == ["outliers", "export", "report"]
+    assert bench.run() == []
+
+
+def test_a_prerequisite_on_other_data_is_refused_however_far_up(bench):
+    bench.run()
+    with pytest.raises(ConfigError, match="stage collect .*data.windows 8 -> 9"):
+        bench.run("export", windows=9, sink=5)
+    assert bench.ledger == []
+
+
+def test_force_runs_a_named_stage_again_and_no_other(bench):
     bench.run()
     assert bench.run("outliers", force=True) == ["outliers"]
-    assert bench.run(windows=9, force=True) == ALL
-    assert bench.run(windows=9) == []
+
+
+def test_force_redoes_from_the_first_change_on(bench):
+    bench.run()
+    assert bench.run(sink=5, force=True) == ["outliers", "export", "report"]
+    assert bench.run(sink=5, windows=9, force=True) == ALL
+    assert bench.run(sink=5, windows=9) == []
+
+
+def test_force_without_a_change_redoes_everything_selected(bench):
+    bench.run()
+    assert bench.run(force=True) == ALL
 
 
 def test_force_does_not_replace_a_stale_prerequisite(bench):
@@ -202,10 +241,52 @@ def test_a_truncated_output_does_not_count(bench):
     assert bench.run("export") == ["export"]
 
 
-def test_a_damaged_record_does_not_count(bench):
+@pytest.mark.parametrize("text", ['{"stage": "exp', "{}", "[]", "null", '{"fingerprint": 3}'])
+def test_a_damaged_record_does_not_count(bench, caplog, text):
     bench.run()
-    (bench.root / "a" / "export" / "stage.json").write_text('{"stage": "exp')
+    (bench.root / "a" / "export" / "stage.json").write_text(text)
+    with caplog.at_level("INFO"):
+        assert bench.run("export") == ["export"]
+    assert "export: its record or one of its files is damaged" in caplog.text
+
+
+def test_a_damaged_json_output_of_the_same_size_does_not_count(bench):
+    bench.run()
+    numbers = bench.root / "a" / "export" / "numbers.json"
+    numbers.write_text("x" * numbers.stat().st_size)
     assert bench.run("export") == ["export"]
+
+
+def test_a_file_in_the_place_of_a_folder_is_left_alone(bench):
+    run = bench.root / "a"
+    run.mkdir(parents=True)
+    (run / "export").write_text("mine")
+    with pytest.raises(ConfigError, match=r"a.export is a file .* name=\.\.\."):
+        bench.run()
+    assert (run / "export").read_text() == "mine"
+    assert bench.ledger == []
+
+
+def test_outputs_have_the_mode_of_the_umask(tmp_path):
+    with records.replacing(tmp_path / "export") as out:
+        (out / "private").touch(mode=0o600)
+    assert (tmp_path / "export" / "private").stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_preparing_comes_before_the_first_stage_and_may_refuse(bench):
+    def prepare(session, names):
+        assert names == ALL
+        raise ConfigError("the text is too short")
+
+    with pytest.raises(ConfigError, match="too short"):
+        bench.run(prepare=prepare)
+    assert bench.ledger == []
 
 
 def test_an_error_leaves_no_trace_and_keeps_what_was_there(bench):
@@ -250,6 +331,11 @@ with records.exclusive(run), records.replacing(run / "collect") as out:
 """
 
 
+def heed_interrupts():
+    """A job in the background ignores SIGINT, and hands that down to its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 @pytest.mark.parametrize("earlier", [False, True])
 def test_a_killed_stage_never_looks_finished(bench, number, earlier):
@@ -257,7 +343,9 @@ def test_a_killed_stage_never_looks_finished(bench, number, earlier):
         bench.run()
     run_dir = bench.root / "a"
     command = [sys.executable, "-c", KILLED, str(run_dir)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, preexec_fn=heed_interrupts
+    )
     assert process.stdout.readline() == "writing\n"
     process.send_signal(number)
     process.wait(20)
