@@ -8,14 +8,25 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from kvcalib.artifact.schema import TENSORS, VERSION, Artifact, LayerTables, json_safe, tensor_fields, validate
+from kvcalib.artifact.schema import (
+    TENSORS,
+    VERSION,
+    Artifact,
+    LayerTables,
+    json_safe,
+    shortened,
+    spec_problems,
+    tensor_fields,
+    validate,
+)
 from kvcalib.errors import ArtifactError
 from kvcalib.quant.spec import CacheSpec, Tables
 
 FILE_NAME = "kvcalib.safetensors"
 _DTYPES = {"levels": torch.bfloat16, "widths": torch.uint8}
 _METADATA_KEY = "kvcalib"
-_HEADER = ("version", "spec", "layers", "model", "calibration", "settings", "summary")
+_DICTS = ("spec", "model", "calibration", "settings", "summary")
+_HEADER = ("version", "layers", *_DICTS)
 
 
 def save_artifact(artifact: Artifact, path: str | Path) -> Path:
@@ -53,7 +64,10 @@ def load_artifact(path: str | Path) -> Artifact:
             f"{file} is a safetensors file but not a kvcalib artifact (its header has no 'kvcalib' entry)"
         )
     artifact = _assemble(file, _parse_header(file, metadata[_METADATA_KEY]), tensors)
-    validate(artifact)
+    try:
+        validate(artifact)
+    except ArtifactError as error:
+        raise ArtifactError(f"{file}: {error}") from error
     return artifact
 
 
@@ -110,14 +124,30 @@ def _parse_header(file: Path, text: str) -> dict:
     missing = [name for name in _HEADER if name not in header]
     if missing:
         raise ArtifactError(f"{file}: its header lacks {', '.join(missing)}")
+    for name in _DICTS:
+        if not isinstance(header[name], dict):
+            raise ArtifactError(f"{file}: {name} in its header is {shortened(header[name])}, not a dictionary")
+    layers = header["layers"]
+    if not isinstance(layers, list) or any(type(i) is not int or i < 0 for i in layers) or len({*layers}) < len(layers):
+        raise ArtifactError(
+            f"{file}: layers in its header is {shortened(layers)}, not a list of different layer indices"
+        )
     return header
 
 
-def _assemble(file: Path, header: dict, tensors: dict[str, torch.Tensor]) -> Artifact:
+def _spec(file: Path, header: dict) -> CacheSpec:
     try:
         spec = CacheSpec.from_dict(header["spec"])
     except (TypeError, KeyError) as error:
         raise ArtifactError(f"{file}: its quantiser spec is damaged ({error})") from error
+    problems = spec_problems(spec)
+    if problems:
+        raise ArtifactError(f"{file}: {'; '.join(problems)}")
+    return spec
+
+
+def _assemble(file: Path, header: dict, tensors: dict[str, torch.Tensor]) -> Artifact:
+    spec = _spec(file, header)
     fields = {name: tensor_fields(getattr(spec, name)) for name in TENSORS}
     expected = {f"layers.{i}.{name}.{field}" for i in header["layers"] for name in TENSORS for field in fields[name]}
     if expected != tensors.keys():

@@ -24,12 +24,22 @@ import torch
 from kvcalib.errors import ArtifactError
 from kvcalib.quant.codebook import table_of, table_offset
 from kvcalib.quant.page import TILE
-from kvcalib.quant.spec import CacheSpec, Tables, TensorSpec
+from kvcalib.quant.spec import PAGE, CacheSpec, Tables, TensorSpec
 
 logger = logging.getLogger(__name__)
 
 VERSION = 1
 TENSORS = ("key", "value")
+CHOICES = {
+    "levels": ("uniform", "nuq", "nf", "fp8", "mixed", "none"),
+    "range": ("static", "group", "token", "norm"),
+    "scope": ("layer", "head", "channels"),
+    "rank": ("error", "range"),
+    "rotation": ("none", "hadamard"),
+    "books": ("layer", "head", "channel"),
+}
+ROPE = {"key": ("pre", "post", "none"), "value": ("none",)}
+MAX_OUTLIERS = 0.5
 
 
 def tensor_fields(spec: TensorSpec) -> tuple[str, ...]:
@@ -60,7 +70,9 @@ class Artifact:
 
 def validate(artifact: Artifact) -> None:
     """Raises ArtifactError with every problem found: layer, tensor and what is wrong with it."""
-    problems = []
+    problems = spec_problems(artifact.spec)
+    if problems:
+        raise ArtifactError(f"the calibration is not usable: {_listed(problems)}")
     if not artifact.layers:
         problems.append("it holds no layer")
     for index, layer in artifact.layers.items():
@@ -68,14 +80,65 @@ def validate(artifact: Artifact) -> None:
             spec, tables = getattr(artifact.spec, name), getattr(layer, name)
             problems += [f"layers.{index}.{name}: {text}" for text in _problems(name, spec, tables)]
     if problems:
-        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-        raise ArtifactError(f"the calibration is not usable: {shown}")
+        raise ArtifactError(f"the calibration is not usable: {_listed(problems)}")
+
+
+def _listed(problems: list[str]) -> str:
+    return "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+
+
+def spec_problems(spec: CacheSpec) -> list[str]:
+    """Every field of the format that has a value, or a combination of values, that nothing can read."""
+    found = [
+        f"spec.{name}={getattr(spec, name)!r} must be a count of tokens"
+        for name in ("window", "sink")
+        if not _is_int(getattr(spec, name)) or getattr(spec, name) < 0
+    ]
+    for name in TENSORS:
+        tensor = getattr(spec, name)
+        problems = _field_problems(tensor, ROPE[name]) or _combination_problems(name, tensor)
+        found += [f"spec.{name}.{text}" for text in problems]
+    return found
+
+
+def _field_problems(spec: TensorSpec, rope: tuple[str, ...]) -> list[str]:
+    found = []
+    if not _is_int(spec.bits) or spec.bits not in (*range(1, 9), 16):
+        found.append(f"bits={spec.bits!r} must be 1 to 8, or 16")
+    for name, allowed in {**CHOICES, "rope": rope}.items():
+        if getattr(spec, name) not in allowed:
+            found.append(f"{name}={getattr(spec, name)!r} must be {' or '.join(allowed)}")
+    if not _is_int(spec.group) or spec.group < 1 or PAGE % spec.group:
+        found.append(f"group={spec.group!r} must divide {PAGE}")
+    is_number = _is_int(spec.outliers) or isinstance(spec.outliers, float)
+    if not is_number or not 0 <= spec.outliers <= MAX_OUTLIERS:
+        found.append(f"outliers={spec.outliers!r} must be 0 to {MAX_OUTLIERS}")
+    return found
+
+
+def _combination_problems(name: str, spec: TensorSpec) -> list[str]:
+    found = []
+    if (spec.levels == "none") != (spec.bits == 16):
+        found.append(f"bits={spec.bits} does not go with levels={spec.levels} (16 bits are levels=none)")
+    if spec.levels == "fp8" and (spec.bits, spec.range) != (8, "static"):
+        found.append(f"levels=fp8 needs bits=8 and range=static, not bits={spec.bits} and range={spec.range}")
+    if spec.range == "norm" and spec.levels not in ("nuq", "nf", "mixed"):
+        found.append(f"range=norm needs levels nuq, nf or mixed, not {spec.levels}")
+    if name == "key" and spec.rotation != "none":
+        found.append(f"rotation={spec.rotation} must be none (rotary embedding does not commute with it)")
+    return found
+
+
+def _is_int(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _problems(name: str, spec: TensorSpec, tables: Tables) -> list[str]:
     found = []
     if tables.zero.dim() != 2 or tables.zero.shape != tables.scale.shape:
         found.append(f"zero {tuple(tables.zero.shape)} and scale {tuple(tables.scale.shape)} are not both [heads, dim]")
+    elif spec.quantised and spec.range == "token" and spec.scope == "channels" and tables.zero.shape[1] % spec.group:
+        found.append(f"group={spec.group} does not divide its {tables.zero.shape[1]} channels")
     if not tables.zero.isfinite().all():
         found.append("zero is not finite")
     if not (tables.scale.isfinite().all() and (tables.scale > 0).all()):
@@ -133,12 +196,12 @@ def model_differences(stored: dict, current: dict, prefix: str = "") -> list[str
         if isinstance(old, dict) and isinstance(new, dict):
             differences += model_differences(old, new, f"{prefix}{key}.")
         elif old != new:
-            differences.append(f"{prefix}{key}: artifact has {_short(old)}, model has {_short(new)}")
+            differences.append(f"{prefix}{key}: artifact has {shortened(old)}, model has {shortened(new)}")
     return differences
 
 
 def check_model(artifact: Artifact, identity: dict) -> None:
-    """Raises ArtifactError that says what differs between the calibrated model and this one.
+    """Raises ArtifactError that says what differs between the calibrated model, or the tables, and this model.
 
     Calibrating in one precision and serving in another is normal, and rounds every weight: then the hash of the
     weights cannot be compared, and a log line says so.
@@ -155,6 +218,28 @@ def check_model(artifact: Artifact, identity: dict) -> None:
             + "; ".join(differences[:6])
             + ". Calibrate this model (python -m kvcalib model.path=...) or load the one that the artifact names"
         )
+    problems = check_shapes(artifact.layers, identity["shapes"])
+    if problems:
+        raise ArtifactError(
+            f"the tables of this artifact do not fit the model: {_listed(problems)}; export it again with"
+            " `python -m kvcalib stage=export stage.force=true`"
+        )
+
+
+def check_shapes(layers: dict[int, LayerTables], shapes: dict[str, list[int]]) -> list[str]:
+    """Where tables differ from the model's {layer: [kv heads, key dim, value dim, query heads]}."""
+    wanted = {int(index): shape for index, shape in shapes.items()}
+    found = [f"layer {i} has no tables" for i in sorted(wanted.keys() - layers.keys())]
+    found += [
+        f"layer {i} has tables, but the model caches nothing there" for i in sorted(layers.keys() - wanted.keys())
+    ]
+    for index in sorted(wanted.keys() & layers.keys()):
+        heads, *dims = wanted[index][:3]
+        for name, dim in zip(TENSORS, dims, strict=True):
+            shape = tuple(getattr(layers[index], name).zero.shape)
+            if shape != (heads, dim):
+                found.append(f"layers.{index}.{name} is {shape}, the model's heads are {(heads, dim)}")
+    return found
 
 
 def json_safe(value):
@@ -168,6 +253,7 @@ def json_safe(value):
     return value
 
 
-def _short(value) -> str:
+def shortened(value) -> str:
+    """For a message of one line."""
     text = str(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -31,7 +31,7 @@ def artifact() -> Artifact:
     return Artifact(
         CacheSpec(KEY, VALUE, 128, 4),
         layers,
-        model={"layers": 2, "shapes": {"1": [2, 8]}, "config_sha256": "abc"},
+        model={"layers": 2, "shapes": {"1": [2, 8, 8, 4], "4": [2, 8, 8, 4]}, "config_sha256": "abc"},
         calibration={"windows": "hash", "count": 3, "none": None},
         settings={"quant": {"name": "x"}, "list": [1, 2]},
         summary={"seconds": 1.5, "not_a_number": float("nan")},
@@ -89,6 +89,11 @@ def test_a_write_that_fails_leaves_the_old_file(artifact, path, monkeypatch):
         ({"header": {"version": 99}}, "version 99"),
         ({"header": {"spec": {"key": 1}}}, "spec is damaged"),
         ({"header": {"layers": [1]}}, "unexpected tensors"),
+        ({"header": {"layers": ["1", 4]}}, "layers in its header is ['1', 4], not a list of different layer indices"),
+        ({"header": {"layers": [1, 1, 4]}}, "layers in its header"),
+        ({"header": {"layers": 3}}, "layers in its header"),
+        ({"header": {"model": ["x"]}}, "model in its header is ['x'], not a dictionary"),
+        ({"header": {"settings": None}}, "settings in its header"),
         ({"header": {"layers": [1, 4, 5]}}, "missing tensors"),
         ({"tensors": lambda t: t | {"more": torch.ones(1)}}, "unexpected tensors ['more']"),
         ({"tensors": lambda t: {k: v for k, v in t.items() if k != "layers.1.key.zero"}}, "missing tensors"),
@@ -105,8 +110,70 @@ def test_a_write_that_fails_leaves_the_old_file(artifact, path, monkeypatch):
 )
 def test_a_damaged_file_is_refused_with_the_reason(path, change, message):
     rewrite(path, **change)
-    with pytest.raises(ArtifactError, match=re.escape(message)):
+    with pytest.raises(ArtifactError, match=re.escape(message)) as caught:
         load_artifact(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("key", {"bits": 9}, "spec.key.bits=9 must be 1 to 8, or 16"),
+        ("key", {"bits": 0}, "spec.key.bits=0"),
+        ("key", {"bits": "3"}, "spec.key.bits='3'"),
+        ("value", {"bits": True}, "spec.value.bits=True"),
+        ("value", {"levels": "nuq2"}, "spec.value.levels='nuq2' must be uniform or nuq"),
+        ("value", {"range": None}, "spec.value.range=None"),
+        ("value", {"scope": "row"}, "spec.value.scope='row'"),
+        ("value", {"rank": 1}, "spec.value.rank=1"),
+        ("value", {"books": ["layer"]}, "spec.value.books=['layer']"),
+        ("value", {"rope": "pre"}, "spec.value.rope='pre' must be none"),
+        ("key", {"rope": "mid"}, "spec.key.rope='mid' must be pre or post or none"),
+        ("key", {"rotation": "givens"}, "spec.key.rotation='givens'"),
+        ("key", {"rotation": "hadamard"}, "spec.key.rotation=hadamard must be none"),
+        ("key", {"group": 12}, "spec.key.group=12 must divide 32"),
+        ("key", {"group": 0}, "spec.key.group=0"),
+        ("key", {"outliers": 0.6}, "spec.key.outliers=0.6 must be 0 to 0.5"),
+        ("key", {"outliers": -0.1}, "spec.key.outliers=-0.1"),
+        ("key", {"outliers": None}, "spec.key.outliers=None"),
+        ("key", {"levels": "none"}, "spec.key.bits=3 does not go with levels=none"),
+        ("key", {"bits": 16}, "spec.key.bits=16 does not go with levels=nuq"),
+        ("key", {"levels": "fp8"}, "spec.key.levels=fp8 needs bits=8 and range=static"),
+        ("value", {"range": "norm"}, "spec.value.range=norm needs levels nuq, nf or mixed"),
+        (None, {"window": -1}, "spec.window=-1 must be a count of tokens"),
+        (None, {"sink": 1.5}, "spec.sink=1.5"),
+    ],
+)
+def test_a_format_that_cannot_be_read_is_refused_with_the_field(artifact, path, part, change, message):
+    spec = artifact.spec.to_dict()
+    (spec[part] if part else spec).update(change)
+    rewrite(path, header={"spec": spec})
+    with pytest.raises(ArtifactError, match=re.escape(message)) as caught:
+        load_artifact(path)
+    assert str(path) in str(caught.value)
+    with pytest.raises(ArtifactError, match=re.escape(message)):
+        validate(replace(artifact, spec=CacheSpec.from_dict(spec)))
+
+
+def test_channels_of_a_range_must_divide_the_head(artifact):
+    spec = replace(artifact.spec, value=TensorSpec(2, "uniform", "token", scope="channels", group=16, books="head"))
+    with pytest.raises(ArtifactError, match="group=16 does not divide its 8 channels"):
+        validate(replace(artifact, spec=spec))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({"1": [2, 8, 8, 4]}, "layer 4 has tables, but the model caches nothing there"),
+        ({"1": [2, 8, 8, 4], "4": [2, 8, 8, 4], "5": [2, 8, 8, 4]}, "layer 5 has no tables"),
+        ({"1": [1, 8, 8, 4], "4": [2, 8, 8, 4]}, "layers.1.key is (2, 8), the model's heads are (1, 8)"),
+        ({"1": [2, 8, 8, 4], "4": [2, 8, 4, 4]}, "layers.4.value is (2, 8), the model's heads are (2, 4)"),
+    ],
+)
+def test_tables_that_do_not_fit_the_model_are_refused(artifact, shapes, message):
+    model = artifact.model | {"shapes": shapes}
+    with pytest.raises(ArtifactError, match=re.escape(message)):
+        check_model(replace(artifact, model=model), model)
 
 
 def test_a_truncated_or_missing_file_is_refused_with_its_path(path):
@@ -126,8 +193,8 @@ def test_levels_must_be_exact_in_bf16(artifact):
 
 def test_another_model_is_refused_field_by_field(artifact):
     check_model(artifact, artifact.model)
-    with pytest.raises(ArtifactError, match=r"shapes.1: artifact has \[2, 8\], model has \[4, 8\]"):
-        check_model(artifact, artifact.model | {"shapes": {"1": [4, 8]}})
+    with pytest.raises(ArtifactError, match=r"shapes.1: artifact has \[2, 8, 8, 4\], model has \[4, 8, 8, 4\]"):
+        check_model(artifact, artifact.model | {"shapes": {"1": [4, 8, 8, 4], "4": [2, 8, 8, 4]}})
 
 
 def test_another_precision_of_the_same_model_is_the_same_model(artifact):
