@@ -72,7 +72,7 @@ def run_cell(composed: DictConfig) -> float | None:
     settings = to_settings(composed, Path(HydraConfig.get().runtime.cwd))
     log.info("kvcalib %s: run %s", __version__, settings.name)
     session = Session(settings)
-    done = pipeline.run(settings, stages.TABLE, session, progress=progress)
+    done = pipeline.run(settings, stages.TABLE, session, progress=progress, prepare=stages.prepare)
     metrics = read_json(done["evaluate"].path / "metrics.json") if "evaluate" in done else {}
     print(overview(metrics, {name: (str(r.path), r.describe()) for name, r in done.items()}))
     return metrics.get("ppl_cache")

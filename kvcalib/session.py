@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from kvcalib.errors import ConfigError
-from kvcalib.settings import Device, Settings, plain
+from kvcalib.settings import PAGE, Device, Levels, Range, Scope, Settings, plain
 
 MODEL_KEYS = (
     "source", "path", "gguf_file", "packages", "sha256", "revision", "dtype", "config",
@@ -44,6 +44,18 @@ class Session:
     @property
     def tokenizer(self):
         return self.loaded[1]
+
+    def check_format(self) -> None:
+        """Raise ConfigError where groups of channels do not divide the heads of this model."""
+        from kvcalib.models.families import layer_shapes
+
+        shapes = layer_shapes(self.model).values()
+        dims = {"key": {shape.key_dim for shape in shapes}, "value": {shape.value_dim for shape in shapes}}
+        for side, found in dims.items():
+            tensor = getattr(self.settings.quant, side)
+            grouped = tensor.scope is Scope.channels and tensor.range in (Range.token, Range.norm)
+            if grouped and tensor.levels is not Levels.none:
+                _check_group(f"quant.{side}.group", tensor.group, found)
 
     @cached_property
     def rotary(self) -> dict:
@@ -81,6 +93,13 @@ class Session:
             seed=self.settings.seed,
             max_length=self.settings.model.context,
         )
+
+
+def _check_group(key: str, group: int, dims: set[int]) -> None:
+    for dim in sorted(dims):
+        if dim % group:
+            fitting = ", ".join(str(n) for n in range(1, PAGE + 1) if PAGE % n == 0 and dim % n == 0)
+            raise ConfigError(f"{key}={group} does not divide the {dim} channels of a head: use one of {fitting}")
 
 
 def _device(device: Device) -> str:

@@ -229,6 +229,17 @@ def _report(session: Session, task: Task) -> dict:
     return build(Path(session.settings.run_dir), out=task.out)
 
 
+def prepare(session: Session, names: list[str]) -> None:
+    """Load what the stages `names` will need, and refuse what cannot work, before the first of them runs."""
+    wanted = set(names)
+    if wanted & {"collect", "fisher", "export", "evaluate"}:
+        session.check_format()
+    if wanted & {"collect", "fisher"}:
+        _ = session.calibration
+    if "evaluate" in wanted:
+        _ = session.evaluation
+
+
 TABLE = (
     Stage("collect", (), _collect_reads, _collect, shared=True),
     Stage("fisher", (), _fisher_reads, _fisher, shared=True),

@@ -1,0 +1,87 @@
+"""The tiny model in the real pipeline: what is refused before the first stage, and what a change costs."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from kvcalib import cli, pipeline, stages
+from kvcalib.errors import ConfigError
+from kvcalib.session import Session
+
+SMALL = ("model=tiny", "eval=quick", "data.windows=2", "data.sample=256")
+
+
+def settings_of(*overrides):
+    cli.register_schema()
+    with initialize_config_dir(cli.conf_dir(), version_base="1.3"):
+        return cli.to_settings(compose("config", overrides=[*SMALL, *overrides]), Path("/launch"))
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Run the pipeline as the command line does: overrides -> what became of each stage."""
+
+    def call(*overrides):
+        settings = settings_of(f"runs_root={tmp_path}", *overrides)
+        done = pipeline.run(settings, stages.TABLE, Session(settings), progress=_quietly, prepare=stages.prepare)
+        return {name: result.action for name, result in done.items()}
+
+    return call
+
+
+def _quietly(items, *_, **__):
+    return items
+
+
+def ran(done):
+    return [name for name, action in done.items() if action == "ran"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["model.config.head_dim=16", "quant=kivi2"], "quant.value.group=32 does not divide the 16 .* 1, 2, 4, 8, 16$"),
+        (["model.config.head_dim=80", "quant=kivi4"], "quant.value.group=32 does not divide the 80 channels"),
+        (["eval.windows=100000"], "100000 windows of 256 tokens"),
+        (["data.windows=100000"], "100000 windows of 256 tokens"),
+    ],
+)
+def test_what_the_model_or_text_cannot_give_is_refused_before_any_stage(command, tmp_path, overrides, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        command(*overrides)
+    assert not list(tmp_path.glob("*/*/stage.json"))
+
+
+def test_groups_need_not_divide_where_there_are_none(command):
+    assert ran(command("model.config.head_dim=16", "quant=nuq2", "stage=collect")) == ["collect"]
+
+
+@pytest.mark.slow
+def test_every_stage_of_a_grouped_format_runs_on_the_tiny_model(command):
+    assert ran(command("quant=kivi2")) == [stage.name for stage in stages.TABLE]
+
+
+@pytest.mark.slow
+def test_a_stage_of_another_format_re_uses_the_measurements(command, caplog):
+    everything = [stage.name for stage in stages.TABLE]
+    assert ran(command()) == everything
+    with caplog.at_level("INFO"):
+        done = command("stage=codebooks", "quant.key.bits=2")
+    assert ran(done) == ["outliers", "codebooks"]
+    assert "outliers: settings changed (quant.key.bits 3 -> 2), running again" in caplog.text
+    assert "now out of date: export, evaluate, report" in caplog.text
+    with pytest.raises(ConfigError, match="quant.key.bits 2 -> 3.* name=... .* stage.force=true"):
+        command()
+    assert ran(command("stage.force=true")) == ["outliers", "codebooks"]  # the rest is of this format
+    assert ran(command()) == []
+
+
+@pytest.mark.slow
+def test_measuring_again_needs_no_permission(command, caplog):
+    command("stage=evaluate", "eval.windows=1")
+    with caplog.at_level("INFO"):
+        assert ran(command()) == ["evaluate", "report"]
+    assert "evaluate: settings changed (eval.windows 1 -> 2), running again" in caplog.text
+    assert ran(command("stage=export", "stage.force=true")) == ["export"]
+    assert ran(command()) == ["evaluate", "report"]
