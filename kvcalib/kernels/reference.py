@@ -13,21 +13,13 @@ from kvcalib.quant.rope import to_post_rope
 from kvcalib.quant.spec import PAGE
 
 
-def attend(
-    query: torch.Tensor,
-    packed: Packed,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-) -> torch.Tensor:
+def attend(query: torch.Tensor, packed: Packed, *, scale: float, softcap: float | None = None) -> torch.Tensor:
     """query [B, Hq, T, D] post-RoPE, model channel order -> attention output [B, T, Hq, Dv] in query's dtype.
 
-    A stored token is visible to a query token at most sliding_window - 1 positions behind it. Rows of queries that
-    see nothing (padding) come out as zeros.
+    Rows of queries that see nothing (padding) come out as zeros.
     """
     batch, query_heads, tokens, dim = query.shape
-    key, value, visible = _gather(packed, tokens, sliding_window)
+    key, value, visible = _gather(packed, tokens)
     kv_heads = key.shape[1]
     grouped = query[..., packed.rope.order].float().view(batch, kv_heads, -1, tokens, dim)
     scores = grouped @ key.transpose(-1, -2).unsqueeze(2) * scale  # [B, H, G, T, N]
@@ -40,35 +32,33 @@ def attend(
     return output.view(batch, query_heads, tokens, -1).transpose(1, 2).to(query.dtype)
 
 
-def _gather(packed: Packed, tokens: int, sliding_window: int | None):
+def _gather(packed: Packed, tokens: int):
     """Keys [B, H, N, D] (canonical channels), values [B, H, N, Dv], visible [B, T, N]."""
     order = packed.rope.order
-    page_key, page_value, page_positions, page_stored = _unpack_pages(packed)
+    page_key, page_value, page_stored = _unpack_pages(packed)
     key = torch.cat([packed.sink_key[..., order].float(), page_key, packed.recent_key[..., order].float()], dim=2)
     value = torch.cat([packed.sink_value.float(), page_value, packed.recent_value.float()], dim=2)
     sink_stored = torch.arange(packed.sink_key.shape[2], device=key.device) < packed.sink_counts[:, None]
-    stored = torch.cat([sink_stored, page_stored], dim=1)
-    positions = torch.cat([packed.sink_positions, page_positions], dim=1)
-    past = stored[:, None, :].expand(-1, tokens, -1)
-    if sliding_window is not None:
-        past = past & (packed.query_positions[..., None] - positions[:, None, :] < sliding_window)
-    return key, value, torch.cat([past, packed.recent_visible], dim=-1)
+    moved = torch.cat([sink_stored, page_stored], dim=1)[:, None, :].expand(-1, tokens, -1)
+    if packed.moved_visible is not None:
+        moved = moved & packed.moved_visible
+    return key, value, torch.cat([moved, packed.recent_visible], dim=-1)
 
 
 def _unpack_pages(packed: Packed):
-    """Pages in use -> keys after RoPE, values [B, H, N, D], positions [B, N], stored [B, N]."""
+    """Pages in use -> keys after RoPE, values [B, H, N, D], stored [B, N]."""
     layout = packed.layout
     count = int(packed.page_counts.max())
     row_uses = torch.arange(count, device=packed.pages.device) < packed.page_counts[:, None]
     pages = packed.pages[:, :count].masked_fill(~row_uses[..., None], 0)  # unused capacity is undefined memory
     coded_key, coded_value, first = read_page(pages, layout)
-    positions = first[..., None].long() + torch.arange(PAGE, device=pages.device)
     key = dequantise(coded_key, layout.spec.key, packed.key_tables)
     if layout.spec.key.rope == "pre":
+        positions = first[..., None].long() + torch.arange(PAGE, device=pages.device)
         key = to_post_rope(key, positions, packed.rope)
     value = dequantise(coded_value, layout.spec.value, packed.value_tables)
-    stored = row_uses[..., None].expand(-1, -1, PAGE).flatten(1)
-    return _heads_first(key), _heads_first(value), positions.flatten(1), stored
+    stored = torch.arange(PAGE, device=pages.device) < layout.read(pages, "tokens")
+    return _heads_first(key), _heads_first(value), stored.flatten(1)
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:

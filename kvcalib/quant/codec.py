@@ -17,6 +17,8 @@ from kvcalib.quant import codebook, ranges, sparse
 from kvcalib.quant.rotation import rotate, unrotate
 from kvcalib.quant.spec import PAGE, Tables, TensorSpec
 
+_FP16_MAX = torch.finfo(torch.float16).max
+
 
 class Coded(NamedTuple):
     """One or more pages of one tensor, before packing.
@@ -56,7 +58,7 @@ def normalise(x: torch.Tensor, spec: TensorSpec, tables: Tables) -> tuple[torch.
 def quantise(x: torch.Tensor, spec: TensorSpec, tables: Tables) -> Coded:
     """x [..., P, H, D], any float dtype."""
     if not spec.quantised:
-        return Coded(((x.float() - tables.zero) / tables.scale).half())
+        return Coded(((x.float() - tables.zero) / tables.scale).clamp(-_FP16_MAX, _FP16_MAX).half())
     v, _, coded = normalise(x, spec, tables)
     u, dense = coded.codes, coded._replace(codes=codebook.encode(v, tables))
     if coded.positions is None:

@@ -1,6 +1,7 @@
 """A page: 32 tokens of one layer, keys and values of all heads, as one run of bytes.
 
     int32   first_position      true position of the first token (the others follow without gaps)
+    int32   tokens              tokens in use: fewer than 32 only where position ids have a gap; the rest is filler
     fp16    key_step, key_base, value_step, value_base       only for run-time ranges, see `ranges.range_shape`
     fp16    key_corrections, value_corrections               n outliers each, see `sparse`
     uint16  key_positions, value_positions                   position inside the head: channel * 32 + token
@@ -62,6 +63,7 @@ class PageLayout:
         self.sections: dict[str, Section] = {}
         self.nbytes = 0
         self._add("first_position", (1,), torch.int32)
+        self._add("tokens", (1,), torch.int32)
         dims = {"key": key_dim, "value": value_dim}
         for name, dim in dims.items():
             shape = range_shape(self.tensor_spec(name), heads, dim)
@@ -107,10 +109,13 @@ class PageLayout:
         return window.view(section.dtype).unflatten(-1, section.shape)
 
 
-def write_page(key: Coded, value: Coded, first_position: torch.Tensor, layout: PageLayout) -> torch.Tensor:
-    """Coded pages [..., P, H, D] and int32 positions [...] -> uint8 [..., layout.nbytes]."""
+def write_page(
+    key: Coded, value: Coded, first_position: torch.Tensor, layout: PageLayout, tokens: torch.Tensor | int = PAGE
+) -> torch.Tensor:
+    """Coded pages [..., P, H, D], positions and token counts [...] -> uint8 [..., layout.nbytes]."""
     pages = torch.zeros(*first_position.shape, layout.nbytes, dtype=torch.uint8, device=first_position.device)
     layout.read(pages, "first_position")[..., 0] = first_position.int()
+    layout.read(pages, "tokens")[..., 0] = tokens
     for name, coded, dim in (("key", key, layout.key_dim), ("value", value, layout.value_dim)):
         if coded.step is not None:
             layout.read(pages, f"{name}_step").copy_(coded.step)

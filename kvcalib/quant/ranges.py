@@ -36,7 +36,7 @@ _NORM_SPAN = 4.0
 def measure(
     u: torch.Tensor, inlier: torch.Tensor | None, spec: TensorSpec, levels: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """u fp32 [..., P, H, D], inlier bool alike or None -> step, base fp16 of `range_shape`, None where there is none."""
+    """u fp32 [..., P, H, D], inlier bool alike or None -> step, base fp16 of `range_shape`; None if there is none."""
     if spec.range == "static":
         return None, None
     cells = _cells(u, spec)

@@ -35,6 +35,11 @@ class Handle:
         """query [B, Hq, T, D] -> [B, T, Hq, Dv]. base(query, key, value, mask): the model's own attention."""
         raise NotImplementedError
 
+    @property
+    def shape(self):
+        """What attention code asks first; only a model that is not attached gets here."""
+        raise UnsupportedModel("this CalibratedCache was made for another model; make one for this model")
+
 
 def register() -> None:
     """Makes the names known to transformers. Harmless to repeat."""
@@ -62,28 +67,44 @@ def _original(module, name: str):
     return ALL_ATTENTION_FUNCTIONS[name]
 
 
+class RememberPositions:
+    """Forward pre-hook of a rotary module: keeps the position ids that pass, per thread. Copies and pickles empty."""
+
+    def __init__(self):
+        self.seen = threading.local()
+
+    def __reduce__(self):
+        return RememberPositions, ()
+
+    def __call__(self, _module, args, kwargs) -> None:
+        self.seen.positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+
+
 class Attachment:
     """What one model carries while CalibratedCaches of it are alive."""
 
     def __init__(self, model):
         self.caches = 0
-        self.original = model.config._attn_implementation
-        self._seen = threading.local()
-        self._hooks = []
-        if self.original not in _NAMES:
-            raise UnsupportedModel(
-                f"attention implementation {self.original!r} cannot read a quantised cache; "
-                f"load the model with attn_implementation set to one of {sorted(_NAMES)}"
-            )
+        self._model = weakref.ref(model)
+        self._remember, self._hooks = RememberPositions(), []
+        self.original = _original_name(model)
 
     def positions(self) -> torch.Tensor | None:
         """Position ids [1 or B, T] of the forward pass that runs in this thread; None before the first."""
-        return getattr(self._seen, "positions", None)
+        return getattr(self._remember.seen, "positions", None)
+
+    def insist(self) -> None:
+        """Takes the attention setting back if somebody has changed it under a living cache."""
+        model = self._model()
+        if model is not None and model.config._attn_implementation not in _NAMES.values():
+            self.original = _original_name(model)
+            model.set_attn_implementation(_NAMES[self.original])
 
     def switch_on(self, model) -> None:
         model.set_attn_implementation(_NAMES[self.original])
-        rotary = [m for name, m in model.named_modules() if name.rpartition(".")[2].startswith("rotary_emb")]
-        self._hooks = [m.register_forward_pre_hook(_remember(self._seen), with_kwargs=True) for m in rotary]
+        for module in _rotary_modules(model):
+            _remove_copied_hooks(module)
+            self._hooks.append(module.register_forward_pre_hook(self._remember, with_kwargs=True))
 
     def switch_off(self, model) -> None:
         model.set_attn_implementation(self.original)
@@ -91,13 +112,28 @@ class Attachment:
             hook.remove()
 
 
-def _remember(seen: threading.local):
-    """A plain function, not a method: copying a model copies its hooks, and a lock-like object cannot be copied."""
+def _original_name(model) -> str:
+    """The model's own attention; a copy of an attached model still has ours in its config."""
+    current = model.config._attn_implementation
+    own = {ours: original for original, ours in _NAMES.items()}.get(current, current)
+    if own not in _NAMES:
+        raise UnsupportedModel(
+            f"attention implementation {own!r} cannot read a quantised cache; "
+            f"load the model with attn_implementation set to one of {sorted(_NAMES)}"
+        )
+    return own
 
-    def hook(_module, args, kwargs) -> None:
-        seen.positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
 
-    return hook
+def _rotary_modules(model) -> list:
+    return [module for name, module in model.named_modules() if name.rpartition(".")[2].startswith("rotary_emb")]
+
+
+def _remove_copied_hooks(module) -> None:
+    """Hooks that came along when an attached model was copied; this model's own do not exist yet."""
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if type(hook) is RememberPositions:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def attach(model, owner) -> Attachment:

@@ -57,9 +57,6 @@ def build_layers(model, spec: CacheSpec, tables: dict[int, LayerTables], attachm
         info = rotaries[index]
         dim = layer_tables.key.zero.shape[1]
         rope = make_rope(dim, info.kind, info.inv_freq, info.scaling)
-        layers[index] = CalibratedLayer(spec, *_both(layer_tables), rope, attachment, info.sliding_window)
+        both, limits = (layer_tables.key, layer_tables.value), (info.sliding_window, info.valid_to)
+        layers[index] = CalibratedLayer(spec, *both, rope, attachment, *limits)
     return layers
-
-
-def _both(tables: LayerTables):
-    return tables.key, tables.value

@@ -9,6 +9,9 @@ New tokens attend to each other exactly. Pages are written after the attention o
 does not depend on its own quantisation.
 """
 
+import logging
+from functools import cache
+
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
@@ -18,6 +21,8 @@ from kvcalib.quant.rope import Rope
 from kvcalib.quant.spec import CacheSpec, Tables
 from kvcalib.runtime.attention import Attachment, Handle
 from kvcalib.runtime.store import LayerStore
+
+logger = logging.getLogger(__name__)
 
 
 class CalibratedLayer(CacheLayerMixin, Handle):
@@ -31,11 +36,11 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         rope: Rope,
         attachment: Attachment,
         sliding_window: int | None = None,
+        valid_to: int | None = None,
     ):
         super().__init__()
-        self.store = LayerStore(spec, key_tables, value_tables, rope)
+        self.store = LayerStore(spec, key_tables, value_tables, rope, sliding_window, valid_to)
         self.attachment = attachment
-        self.sliding_window = sliding_window
         self.is_sliding = sliding_window is not None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -43,9 +48,13 @@ class CalibratedLayer(CacheLayerMixin, Handle):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[Handle, Handle]:
         """key_states [B, H, T, D] after RoPE, value_states [B, H, T, Dv]."""
+        if key_states.requires_grad:
+            _no_gradient(logger)
+        self.attachment.insist()
         self.lazy_initialization(key_states, value_states)
         batch, _, tokens, _ = key_states.shape
-        self.store.append(key_states.detach(), value_states.detach(), self._positions(batch, tokens, key_states.device))
+        with torch.inference_mode(False), torch.no_grad():  # buffers outlive an inference_mode that ends
+            self.store.append(key_states, value_states, self._positions(batch, tokens, key_states.device))
         return self, self
 
     def _positions(self, batch: int, tokens: int, device: torch.device) -> torch.Tensor:
@@ -58,30 +67,24 @@ class CalibratedLayer(CacheLayerMixin, Handle):
     def attend(self, module, query, mask, base, **options) -> torch.Tensor:
         """Output [B, T, Hq, Dv]; see Handle."""
         tokens = query.shape[2]
-        allowed = _allowed(mask, query, self.store.length)
-        if mask is not None:
-            self.store.drop_padding(allowed[..., -tokens:].any(1))
-        if self.store.has_pages:
+        allowed = None if mask is None else _allowed(mask, query.shape[0], self.store.length)
+        with torch.inference_mode(False), torch.no_grad():
+            if allowed is not None:
+                self.store.drop_padding(allowed[..., self.store.length - tokens :].any(1))
+        if self.store.has_moved:
             output = self._attend_packed(query, allowed, options)
         else:
             output, _ = base(query, *self.store.recent(), mask)
-        self.store.flush()
+        with torch.inference_mode(False), torch.no_grad():
+            self.store.flush()
         return output
 
-    def _attend_packed(self, query: torch.Tensor, allowed: torch.Tensor, options: dict) -> torch.Tensor:
+    def _attend_packed(self, query: torch.Tensor, allowed: torch.Tensor | None, options: dict) -> torch.Tensor:
         for name in ("position_bias", "s_aux"):
             if options.get(name) is not None:
-                raise UnsupportedModel(
-                    f"attention with {name} over a quantised cache is not supported; use quant=identity"
-                )
-        packed = self.store.packed(allowed[..., -self.store.recent_length :])
-        return dispatch.attend(
-            query,
-            packed,
-            scale=options["scaling"],
-            softcap=options.get("softcap"),
-            sliding_window=self.sliding_window,
-        )
+                raise UnsupportedModel(f"attention with {name} cannot read a quantised cache; use quant=identity")
+        packed = self.store.packed(allowed, query.shape[2])
+        return dispatch.attend(query, packed, scale=options["scaling"], softcap=options.get("softcap"))
 
     def get_seq_length(self) -> int:
         return self.store.length
@@ -120,11 +123,22 @@ class CalibratedLayer(CacheLayerMixin, Handle):
     prefetch = offload
 
 
-def _allowed(mask: torch.Tensor | None, query: torch.Tensor, length: int) -> torch.Tensor:
-    """Mask of transformers (None, bool, or additive) -> bool [B, T, length]: may query t see column j."""
-    batch, _, tokens, _ = query.shape
-    if mask is None:
-        columns = torch.arange(length, device=query.device)
-        return (columns <= columns[length - tokens :, None]).expand(batch, -1, -1)
-    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+def _allowed(mask: torch.Tensor, batch: int, length: int) -> torch.Tensor:
+    """Mask of transformers, bool or additive [B, 1, T, columns] -> bool [B, T, length]: may query t see column j.
+
+    Raises UnsupportedModel for masks that differ between heads or that add a bias.
+    """
+    if mask.shape[1] != 1:
+        raise UnsupportedModel(f"an attention mask per head {tuple(mask.shape)} cannot be applied to a quantised cache")
+    visible = mask
+    if mask.dtype != torch.bool:
+        visible = mask > torch.finfo(mask.dtype).min / 2
+        if mask.masked_fill(~visible, 0).count_nonzero():
+            raise UnsupportedModel("an attention mask that adds a bias cannot be applied to a quantised cache")
     return visible[:, 0, :, :length].expand(batch, -1, -1)
+
+
+@cache
+def _no_gradient(log: logging.Logger) -> None:
+    """Says it once."""
+    log.warning("a CalibratedCache carries no gradient to keys and values; call the model under torch.no_grad()")

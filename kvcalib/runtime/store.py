@@ -8,32 +8,51 @@ move out of the buffer: the page is quantised, written, and never touched again.
                       exact        packed              exact
 
 Page boundaries count real tokens from the end of the sink, so they do not depend on padding, on the other rows, or
-on how many tokens came at once. Padding is dropped as soon as every row has moved past it.
+on how many tokens came at once. Padding is dropped as soon as every row has moved past it. A page holds consecutive
+positions; where position ids jump (a second turn of a padded batch, packed documents) it ends early. Layers with a
+sliding window forget pages that no later query can see.
 
 Nothing here knows transformers.
 """
 
 import torch
 
-from kvcalib.errors import UnsupportedModel
+from kvcalib.errors import ConfigError, UnsupportedModel
 from kvcalib.kernels.packed import Packed
 from kvcalib.quant.codec import dequantise, quantise
 from kvcalib.quant.page import PageLayout, read_page, write_page
 from kvcalib.quant.rope import Rope, to_post_rope, to_pre_rope
 from kvcalib.quant.spec import PAGE, CacheSpec, Tables
 
+_ROLLBACK = 64
+"""Tokens that a sliding-window layer keeps beyond its window, so that a crop can take a few tokens back."""
+
 
 class LayerStore:
-    """Keys and values of one layer for B rows. All tensors are on one device, in the model's dtype where exact."""
+    """Keys and values of one layer for B rows. All tensors are on one device, in the model's dtype where exact.
 
-    def __init__(self, spec: CacheSpec, key_tables: Tables, value_tables: Tables, rope: Rope):
+    sliding_window: how far a query looks back; valid_to: positions from which on the model's own rotary frequencies
+    are no longer those of `rope` (dynamic scaling), None for never.
+    """
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        key_tables: Tables,
+        value_tables: Tables,
+        rope: Rope,
+        sliding_window: int | None = None,
+        valid_to: int | None = None,
+    ):
         self.spec, self.key_tables, self.value_tables, self.rope = spec, key_tables, value_tables, rope
+        self.sliding_window, self.valid_to = sliding_window, valid_to
         self.layout: PageLayout | None = None
         self.length = 0
 
     @property
-    def has_pages(self) -> bool:
-        return self.layout is not None and max(self.page_counts, default=0) > 0
+    def has_moved(self) -> bool:
+        """Whether any row keeps tokens outside of the recent buffer."""
+        return self.layout is not None and max(self.page_counts + self.sink_counts) > 0
 
     @property
     def batch(self) -> int:
@@ -47,17 +66,9 @@ class LayerStore:
         """Every tensor that grows with the cache, by name."""
         if self.layout is None:
             return {}
-        names = (
-            "pages",
-            "sink_key",
-            "sink_value",
-            "sink_positions",
-            "recent_key",
-            "recent_value",
-            "waiting",
-            "positions",
-        )
-        return {name: getattr(self, name) for name in names}
+        names = ("pages", "sink_key", "sink_value", "sink_positions", "recent_key", "recent_value")
+        held = {name: getattr(self, name) for name in (*names, "waiting", "positions")}
+        return held if self.real is None else held | {"real": self.real}
 
     # --- arrival -----------------------------------------------------------------------------------------------
 
@@ -65,35 +76,45 @@ class LayerStore:
         """key [B, H, T, D] post-RoPE, value [B, H, T, Dv], positions int64 [B, T]; all columns taken as real."""
         if self.layout is None:
             self._allocate(key, value)
+        if key.shape[0] != self.batch:
+            raise ConfigError(f"the cache holds {self.batch} rows and got {key.shape[0]}; make one for the new batch")
         start, tokens = self.recent_length, key.shape[2]
         self._reserve(start + tokens)
         self.recent_key[:, :, start : start + tokens] = key
         self.recent_value[:, :, start : start + tokens] = value
-        self.waiting = torch.cat([self.waiting, torch.ones_like(positions, dtype=torch.bool)], dim=1)
+        new = torch.ones_like(positions, dtype=torch.bool)
+        self.waiting = torch.cat([self.waiting, new], dim=1)
         self.positions = torch.cat([self.positions, positions], dim=1)
+        if self.real is not None:
+            self.real = torch.cat([self.real, new], dim=1)
         self.length += tokens
 
     def drop_padding(self, real: torch.Tensor) -> None:
         """real bool [B, T]: which of the last T columns hold a token of the row."""
+        if real.all():
+            return
+        if self.real is None:
+            self.real = torch.ones(self.batch, self.length, dtype=torch.bool, device=real.device)
+        self.real[:, -real.shape[1] :] &= real
         self.waiting[:, -real.shape[1] :] &= real
 
     def _allocate(self, key: torch.Tensor, value: torch.Tensor) -> None:
         batch, heads, _, key_dim = key.shape
-        value_dim = value.shape[-1]
         self.layout = PageLayout(self.spec, self.key_tables, self.value_tables)
-        assert (heads, key_dim, value_dim) == (self.layout.heads, self.layout.key_dim, self.layout.value_dim)
-        self._move_tables(key.device)
+        shape, expected = (
+            (heads, key_dim, value.shape[-1]),
+            (self.layout.heads, self.layout.key_dim, self.layout.value_dim),
+        )
+        assert shape == expected, f"keys and values of shape {shape}, calibrated {expected}"
+        self.key_tables, self.value_tables = self.key_tables.to(key.device), self.value_tables.to(key.device)
+        self.rope = self.rope.to(key.device)
         self.pages = torch.empty(batch, 0, self.layout.nbytes, dtype=torch.uint8, device=key.device)
-        self.page_counts, self.sink_counts = [0] * batch, [0] * batch
+        self.page_counts, self.sink_counts, self.forgotten = [0] * batch, [0] * batch, [0] * batch
         self.recent_key, self.recent_value = key[:, :, :0].clone(), value[:, :, :0].clone()
         self.sink_key, self.sink_value = self.recent_key, self.recent_value
         self.waiting = torch.empty(batch, 0, dtype=torch.bool, device=key.device)
         self.positions = torch.empty(batch, 0, dtype=torch.int64, device=key.device)
-        self.sink_positions = self.positions
-
-    def _move_tables(self, device: torch.device) -> None:
-        self.key_tables, self.value_tables = self.key_tables.to(device), self.value_tables.to(device)
-        self.rope = self.rope.to(device)
+        self.sink_positions, self.real = self.positions, None
 
     def _reserve(self, columns: int) -> None:
         """Grows the recent buffer in steps that keep appending amortised O(1)."""
@@ -108,56 +129,60 @@ class LayerStore:
         """Moves every complete page that lies before the window out of the recent buffer."""
         if not self.spec.quantised or self.recent_length < PAGE + self.spec.window:
             return
-        moved = False
-        for row in range(self.batch):
-            columns = self.waiting[row].nonzero()[:, 0]
-            pages = self._pages_ready(row, columns.numel())
-            if pages > 0:
-                self._move_row(row, columns, pages)
-                moved = True
-        if moved:
+        moved = [self._flush_row(row) for row in range(self.batch)]
+        if any(moved):
             self._compact()
 
-    def _pages_ready(self, row: int, waiting: int) -> int:
-        return (waiting - (self.spec.sink - self.sink_counts[row]) - self.spec.window) // PAGE
-
-    def _move_row(self, row: int, columns: torch.Tensor, pages: int) -> None:
+    def _flush_row(self, row: int) -> bool:
+        columns = self.waiting[row].nonzero()[:, 0]
         sink = self.spec.sink - self.sink_counts[row]
+        sizes = _page_sizes(self.positions[row, columns[sink:]], columns.numel() - sink - self.spec.window)
+        if not sizes:
+            return False
         if sink:
             self._move_sink(row, columns[:sink])
-        taken = columns[sink : sink + pages * PAGE]
-        self._write_pages(row, self._encode(row, taken))
-        self.waiting[row, columns[: sink + pages * PAGE]] = False
+        taken = columns[sink : sink + sum(sizes)]
+        self._write_pages(row, self._encode(row, taken, sizes))
+        self.waiting[row, columns[: sink + sum(sizes)]] = False
+        if self.sliding_window is not None:
+            self._forget(row)
+        return True
 
     def _move_sink(self, row: int, columns: torch.Tensor) -> None:
         if self.sink_key.shape[2] == 0:
-            self.sink_key = self.recent_key.new_zeros(*self.recent_key.shape[:2], self.spec.sink, self.layout.key_dim)
-            self.sink_value = self.recent_value.new_zeros(
-                *self.recent_value.shape[:2], self.spec.sink, self.layout.value_dim
-            )
+            shape = (*self.recent_key.shape[:2], self.spec.sink)
+            self.sink_key = self.recent_key.new_zeros(*shape, self.layout.key_dim)
+            self.sink_value = self.recent_value.new_zeros(*shape, self.layout.value_dim)
             self.sink_positions = self.positions.new_zeros(self.batch, self.spec.sink)
         self.sink_key[row] = self.recent_key[row][:, columns]
         self.sink_value[row] = self.recent_value[row][:, columns]
         self.sink_positions[row] = self.positions[row, columns]
         self.sink_counts[row] = self.spec.sink
 
-    def _encode(self, row: int, columns: torch.Tensor) -> torch.Tensor:
-        """Columns of one row, a multiple of a page -> uint8 [pages, nbytes]."""
-        positions = self.positions[row, columns].view(-1, PAGE)
-        if not (positions.diff(dim=1) == 1).all():
-            raise UnsupportedModel(
-                "the position ids of 32 neighbouring tokens do not count up by one, which a page of a quantised cache "
-                "needs; pass ordinary position_ids, or use quant=identity"
-            )
+    def _encode(self, row: int, columns: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        """Columns of one row, cut into pages of `sizes` tokens -> uint8 [pages, nbytes]."""
+        counts = torch.tensor(sizes, device=columns.device)
+        starts = counts.cumsum(0) - counts
+        index = starts[:, None] + torch.arange(PAGE, device=columns.device).clamp_max(counts[:, None] - 1)
+        columns = columns[index.flatten()]  # a short page is filled with copies of its last token
+        positions = self.positions[row, columns]
+        self._check_frequencies(positions)
         key = self.recent_key[row].index_select(1, columns).transpose(0, 1)  # [T, H, D]
         value = self.recent_value[row].index_select(1, columns).transpose(0, 1)
         if self.spec.key.rope == "pre":
-            key = to_pre_rope(key, positions.flatten(), self.rope)
+            key = to_pre_rope(key, positions, self.rope)
         else:
             key = key[..., self.rope.order].float()
         coded_key = quantise(key.unflatten(0, (-1, PAGE)), self.spec.key, self.key_tables)
         coded_value = quantise(value.unflatten(0, (-1, PAGE)), self.spec.value, self.value_tables)
-        return write_page(coded_key, coded_value, positions[:, 0], self.layout)
+        return write_page(coded_key, coded_value, positions[::PAGE], self.layout, counts.int())
+
+    def _check_frequencies(self, positions: torch.Tensor) -> None:
+        if self.spec.key.rope == "pre" and self.valid_to is not None and int(positions.max()) >= self.valid_to:
+            raise UnsupportedModel(
+                f"this model changes its rotary frequencies beyond {self.valid_to} tokens, and keys that are already "
+                "packed cannot follow; stay below, or calibrate with quant.key.rope=post"
+            )
 
     def _write_pages(self, row: int, data: torch.Tensor) -> None:
         start, count = self.page_counts[row], data.shape[0]
@@ -167,8 +192,20 @@ class LayerStore:
         self.pages[row, start : start + count] = data
         self.page_counts[row] = start + count
 
+    def _forget(self, row: int) -> None:
+        """Drops the pages of a row that lie behind its sliding window, a few at a time."""
+        pages = self.pages[row, : self.page_counts[row]]
+        tokens = self.layout.read(pages, "tokens")[:, 0].long()
+        last = self.layout.read(pages, "first_position")[:, 0].long() + tokens - 1
+        seen = last > int(self.positions[row, -1]) - self.sliding_window - _ROLLBACK
+        gone = int(seen.int().argmax()) if seen.any() else 0
+        if gone >= 2:
+            self.forgotten[row] += int(tokens[:gone].sum())
+            self.pages[row, : len(pages) - gone] = pages[gone:].clone()
+            self.page_counts[row] -= gone
+
     def _compact(self) -> None:
-        """Forgets the leading columns that no row waits for, and the memory that a long prompt needed."""
+        """Forgets the leading columns that no row waits for, and memory that only a long prompt needed."""
         needed = self.waiting.any(0).nonzero()
         first = int(needed[0]) if needed.numel() else self.recent_length
         kept = self.recent_length - first
@@ -177,6 +214,9 @@ class LayerStore:
         self.recent_value = _with_capacity(self.recent_value[:, :, first:], capacity, 2, kept)
         self.waiting = self.waiting[:, first:].clone()
         self.positions = self.positions[:, first:].clone()
+        used = max(self.page_counts)
+        if self.sliding_window is not None and self.pages.shape[1] > 2 * used:
+            self.pages = _with_capacity(self.pages, used, 1, used)
 
     # --- reading -----------------------------------------------------------------------------------------------
 
@@ -184,72 +224,121 @@ class LayerStore:
         """Views [B, H, R, D] of the recent keys and values."""
         return self.recent_key[:, :, : self.recent_length], self.recent_value[:, :, : self.recent_length]
 
-    def packed(self, recent_visible: torch.Tensor) -> Packed:
-        """recent_visible bool [B, T, R] without regard to what has moved; T = number of query tokens."""
+    def packed(self, allowed: torch.Tensor | None, tokens: int) -> Packed:
+        """allowed bool [B, T, length]: may query t see column j; None: the past and itself. tokens = T."""
         key, value = self.recent()
         device = key.device
+        if allowed is None:
+            ahead = torch.arange(self.recent_length, device=device) - (self.recent_length - tokens)
+            visible = (ahead <= torch.arange(tokens, device=device)[:, None]).expand(self.batch, -1, -1)
+        else:
+            visible = allowed[..., self.length - self.recent_length :]
         return Packed(
             pages=self.pages,
             page_counts=torch.tensor(self.page_counts, device=device),
             sink_key=self.sink_key,
             sink_value=self.sink_value,
             sink_counts=torch.tensor(self.sink_counts, device=device),
-            sink_positions=self.sink_positions,
             recent_key=key,
             recent_value=value,
-            recent_visible=recent_visible & self.waiting[:, None, :],
-            query_positions=self.positions[:, -recent_visible.shape[1] :],
+            recent_visible=visible & self.waiting[:, None, :],
+            moved_visible=None if allowed is None else self._moved_visible(allowed),
             layout=self.layout,
             key_tables=self.key_tables,
             value_tables=self.value_tables,
             rope=self.rope,
         )
 
+    def _moved_visible(self, allowed: torch.Tensor) -> torch.Tensor:
+        """What the mask says of every sink slot and page slot: bool [B, T, S + 32 * pages]."""
+        slots = self.sink_key.shape[2] + PAGE * max(self.page_counts)
+        visible = allowed.new_zeros(self.batch, allowed.shape[1], slots)
+        for row in range(self.batch):
+            taken, columns = self._moved_slots(row)
+            visible[row][:, taken] = allowed[row][:, columns]
+        return visible
+
+    def _moved_slots(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots that a row uses in sink and pages, and the columns that their tokens came from."""
+        device = self.positions.device
+        columns = torch.arange(self.length, device=device) if self.real is None else self.real[row].nonzero()[:, 0]
+        sink = torch.arange(self.sink_counts[row], device=device)
+        tokens = self.layout.read(self.pages[row, : self.page_counts[row]], "tokens")
+        used = (torch.arange(PAGE, device=device) < tokens).flatten().nonzero()[:, 0]
+        first = self.sink_counts[row] + self.forgotten[row]
+        taken = torch.cat([sink, self.sink_key.shape[2] + used])
+        return taken, torch.cat([columns[: len(sink)], columns[first : first + len(used)]])
+
     # --- going back, and rows ----------------------------------------------------------------------------------
 
     def crop(self, count: int) -> None:
-        """Forgets the last `count` columns. What is cut out of the middle of a page waits again, dequantised."""
+        """Forgets the last `count` columns. What is cut out of the middle of a page waits again, dequantised.
+
+        Raises UnsupportedModel where a sliding window has already forgotten what would be needed.
+        """
         count = min(count, self.length)
-        self.length -= count
-        if count <= self.recent_length:
-            self._keep_recent(self.recent_length - count)
+        if count == 0:
             return
-        beyond = count - self.recent_length
-        self._keep_recent(0)
-        self._crop_pages(beyond)
+        tokens = [self._tokens_in(row, self.length - count) for row in range(self.batch)]
+        short = count <= self.recent_length and not self.has_moved
+        kept = None if short else [self._keep(row, number) for row, number in enumerate(tokens)]
+        self.length -= count
+        if self.real is not None:
+            self.real = self.real[:, : self.length].clone()
+        if short:
+            self.waiting = self.waiting[:, : self.length].clone()
+            self.positions = self.positions[:, : self.length].clone()
+        else:
+            self._wait_again(kept)
 
-    def _keep_recent(self, columns: int) -> None:
-        self.waiting = self.waiting[:, :columns].clone()
-        self.positions = self.positions[:, :columns].clone()
+    def _tokens_in(self, row: int, columns: int) -> int:
+        """Real tokens of a row in its first `columns` columns."""
+        return columns if self.real is None else int(self.real[row, :columns].sum())
 
-    def _crop_pages(self, tokens: int) -> None:
-        """Drops `tokens` tokens from the end of what left the buffer, row by row."""
-        rows = [self._restore(row, tokens) for row in range(self.batch)]
-        columns = max(key.shape[1] for key, _, _ in rows)
-        self._reserve(columns)
-        self.waiting = self.waiting.new_zeros(self.batch, columns)
-        self.positions = self.positions.new_zeros(self.batch, columns)
-        for row, (key, value, positions) in enumerate(rows):
-            self.recent_key[row, :, columns - key.shape[1] : columns] = key.to(self.recent_key.dtype)
-            self.recent_value[row, :, columns - key.shape[1] : columns] = value.to(self.recent_value.dtype)
-            self.waiting[row, columns - key.shape[1] :] = True
-            self.positions[row, columns - key.shape[1] :] = positions
-
-    def _restore(self, row: int, tokens: int):
-        """Takes back what a row keeps of its last, cut page or of its sink: key, value [H, n, D], positions [n]."""
-        kept = max(self.page_counts[row] * PAGE - tokens, 0)
-        whole, part = divmod(kept, PAGE)
-        missing = tokens - self.page_counts[row] * PAGE
-        last = self.pages[row, whole : whole + 1]
+    def _keep(self, row: int, tokens: int):
+        """Cuts a row to its first `tokens` tokens; returns those that wait: key, value [H, n, D], positions [n]."""
+        pages = self.pages[row, : self.page_counts[row]]
+        sizes = self.layout.read(pages, "tokens")[:, 0].tolist()
+        moved = self.sink_counts[row] + self.forgotten[row] + sum(sizes)
+        columns = self.waiting[row].nonzero()[:, 0]
+        if tokens >= moved:
+            columns = columns[: tokens - moved]
+            return self.recent_key[row][:, columns], self.recent_value[row][:, columns], self.positions[row, columns]
+        left = tokens - self.sink_counts[row] - self.forgotten[row]
+        if left < 0 and self.forgotten[row]:
+            raise UnsupportedModel("a layer with a sliding window has forgotten the tokens that this crop goes back to")
+        if left < 0:
+            self.page_counts[row], self.sink_counts[row] = 0, 0
+            return self.sink_key[row, :, :tokens], self.sink_value[row, :, :tokens], self.sink_positions[row, :tokens]
+        whole = 0
+        while whole < len(sizes) and sizes[whole] <= left:
+            left -= sizes[whole]
+            whole += 1
+        key, value, positions = self._decode(pages[whole : whole + 1])
         self.page_counts[row] = whole
-        if missing > 0:
-            left = max(self.sink_counts[row] - missing, 0)
-            self.sink_counts[row] = 0
-            return self.sink_key[row, :, :left], self.sink_value[row, :, :left], self.sink_positions[row, :left]
-        if part == 0:
-            return self.recent_key[row, :, :0], self.recent_value[row, :, :0], self.positions[row, :0]
-        key, value, positions = self._decode(last)
-        return key[:part].transpose(0, 1), value[:part].transpose(0, 1), positions[:part]
+        return key[:left].transpose(0, 1), value[:left].transpose(0, 1), positions[:left]
+
+    def _wait_again(self, rows: list) -> None:
+        """Fills the recent buffer with what each row keeps, every token in the column that it came from."""
+        places = [self._last_columns(row, len(positions)) for row, (_, _, positions) in enumerate(rows)]
+        first = min((int(place[0]) for place in places if len(place)), default=self.length)
+        width = self.length - first
+        recent_key = self.recent_key.new_zeros(*self.recent_key.shape[:2], width, self.layout.key_dim)
+        recent_value = self.recent_value.new_zeros(*self.recent_value.shape[:2], width, self.layout.value_dim)
+        self.waiting = self.waiting.new_zeros(self.batch, width)
+        self.positions = self.positions.new_zeros(self.batch, width)
+        for row, (place, (key, value, positions)) in enumerate(zip(places, rows, strict=True)):
+            recent_key[row][:, place - first] = key.to(recent_key.dtype)
+            recent_value[row][:, place - first] = value.to(recent_value.dtype)
+            self.waiting[row, place - first] = True
+            self.positions[row, place - first] = positions
+        self.recent_key, self.recent_value = recent_key, recent_value
+
+    def _last_columns(self, row: int, count: int) -> torch.Tensor:
+        """Columns of the last `count` real tokens of a row."""
+        device = self.positions.device
+        columns = torch.arange(self.length, device=device) if self.real is None else self.real[row].nonzero()[:, 0]
+        return columns[len(columns) - count :]
 
     def _decode(self, pages: torch.Tensor):
         """uint8 [n, nbytes] -> key (post-RoPE, model channel order), value fp32 [T, H, D], positions [T]."""
@@ -267,12 +356,31 @@ class LayerStore:
             return
         for name, tensor in self.tensors().items():
             setattr(self, name, tensor.index_select(0, index.to(tensor.device)))
-        rows = index.tolist()
-        self.page_counts = [self.page_counts[row] for row in rows]
-        self.sink_counts = [self.sink_counts[row] for row in rows]
+        for name in ("page_counts", "sink_counts", "forgotten"):
+            setattr(self, name, [getattr(self, name)[row] for row in index.tolist()])
 
     def reset(self) -> None:
         self.layout, self.length = None, 0
+
+
+def _page_sizes(positions: torch.Tensor, ready: int) -> list[int]:
+    """Tokens per page for the first `ready` of the waiting positions: 32, or what is left before a gap."""
+    if ready <= 0:
+        return []
+    gaps = ((positions.diff() != 1).nonzero()[:, 0] + 1).tolist()
+    sizes, start = [], 0
+    for end in [*gaps, None]:
+        run = PAGE if end is None else end - start
+        while run >= PAGE and ready - start >= PAGE:
+            sizes.append(PAGE)
+            start += PAGE
+            run = PAGE if end is None else end - start
+        if end is None or run > ready - start:
+            break
+        if run:
+            sizes.append(run)
+            start += run
+    return sizes
 
 
 def _with_capacity(tensor: torch.Tensor, capacity: int, dim: int, used: int) -> torch.Tensor:

@@ -66,17 +66,26 @@ def tokens():
 def test_attend_is_softmax_over_everything_stored(tokens, key, value, options, group, queries):
     target = fill(store(key, value, window=2, sink=3), tokens, [110])
     query = torch.randn(1, HEADS * group, queries, DIM)
-    length = target.recent_length
-    visible = torch.ones(1, queries, length, dtype=torch.bool).tril(length - queries)
-    got = attend(
-        query, target.packed(visible), scale=0.3,
-        softcap=options.get("softcap"), sliding_window=options.get("window"),
-    )  # fmt: skip
-    expected = oracle(query, target, visible, scale=0.3, **options)
-    torch.testing.assert_close(got[0].double(), expected, rtol=1e-4, atol=1e-5)
+    allowed = torch.ones(1, queries, 110, dtype=torch.bool).tril(110 - queries)
+    if "window" in options:
+        allowed = allowed.triu(110 - queries - options["window"] + 1)
+    packed = target.packed(allowed if "window" in options else None, queries)
+    got = attend(query, packed, scale=0.3, softcap=options.get("softcap"))
+    expected = oracle(query, target, allowed[..., -target.recent_length :], scale=0.3, **options)
+    torch.testing.assert_close(got[0].double(), expected, rtol=1e-4, atol=3e-5)  # fp32 angles at position 1100
 
 
 def test_a_query_that_sees_nothing_gives_zeros(tokens):
     target = fill(store(window=2, sink=0), [t[..., :20, :] if t.dim() == 4 else t[:, :20] for t in tokens], [20])
-    visible = torch.zeros(1, 1, target.recent_length, dtype=torch.bool)
-    assert torch.equal(attend(torch.randn(1, 2, 1, DIM), target.packed(visible), scale=1.0), torch.zeros(1, 1, 2, DIM))
+    packed = target.packed(torch.zeros(1, 1, 20, dtype=torch.bool), 1)
+    assert torch.equal(attend(torch.randn(1, 2, 1, DIM), packed, scale=1.0), torch.zeros(1, 1, 2, DIM))
+
+
+def test_a_mask_hides_tokens_that_are_already_packed(tokens):
+    target = fill(store(window=2, sink=3), tokens, [110])
+    query, allowed = torch.randn(1, HEADS, 1, DIM), torch.ones(1, 1, 110, dtype=torch.bool)
+    everything = attend(query, target.packed(None, 1), scale=0.3)
+    torch.testing.assert_close(attend(query, target.packed(allowed, 1), scale=0.3), everything)
+    allowed[..., 1:90] = False
+    some = attend(query, target.packed(allowed, 1), scale=0.3)
+    assert (some - everything).abs().max() > 0.05

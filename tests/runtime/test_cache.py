@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from kvcalib.artifact.io import save_artifact
-from kvcalib.errors import ArtifactError
+from kvcalib.errors import ArtifactError, ConfigError, UnsupportedModel
 from kvcalib.quant.spec import PAGE
 from kvcalib.runtime.cache import CalibratedCache
 from tests.helpers import cache_spec, make_artifact
@@ -178,3 +178,123 @@ def test_from_pretrained_reads_a_file_and_a_folder(tmp_path, model, ids, artifac
     expected = generate(model, ids, CalibratedCache(artifact, model))
     for where in (path, tmp_path, str(tmp_path)):
         assert torch.equal(generate(model, ids, CalibratedCache.from_pretrained(where, model)), expected)
+
+
+@pytest.mark.parametrize(("window", "sink", "kept"), [(0, 4, 10), (0, 4, 3), (0, 0, 33), (8, 4, 20)])
+def test_crop_and_go_on_equals_a_fresh_cache(model, ids, window, sink, kept):
+    artifact = make_artifact(model, cache_spec("identity", "token", window=window, sink=sink), ids[:1])
+    cropped, fresh = CalibratedCache(artifact, model), CalibratedCache(artifact, model)
+    with torch.no_grad():
+        model(ids[:1, :50], cache=cropped)
+        cropped.crop(kept - 50)
+        model(ids[:1, :kept], cache=fresh)
+        ours = model(ids[:1, kept:60], cache=cropped).logits
+        theirs = model(ids[:1, kept:60], cache=fresh).logits
+    assert cropped.get_seq_length() == fresh.get_seq_length() == 60
+    assert (ours - theirs).abs().mean() < 0.06  # what was cut out of a page stays rounded
+
+
+@pytest.mark.parametrize("window", [0, 100])
+def test_assisted_decoding_runs_and_is_exact_in_the_window(model, ids, window):
+    artifact = make_artifact(model, cache_spec(window=window, sink=4), ids[:1])
+    draft = tiny("llama", num_hidden_layers=1)
+    options = {
+        "max_new_tokens": 24,
+        "min_new_tokens": 24,
+        "do_sample": False,
+        "assistant_model": draft,
+        "pad_token_id": 0,
+    }
+    out = model.generate(ids[:1, :30], cache=CalibratedCache(artifact, model), **options)
+    assert out.shape == (1, 54)
+    if window:
+        assert torch.equal(out, model.generate(ids[:1, :30], **options))
+
+
+def test_a_mask_over_packed_tokens_is_honoured_and_a_bias_is_refused(model, ids, artifact):
+    cache = CalibratedCache(artifact, model)
+    mask = torch.ones(1, 60, dtype=torch.long)
+    with torch.no_grad():
+        model(ids[:1, :59], cache=cache)
+        twin = copy.deepcopy(cache)
+        seen = model(ids[:1, 59:], cache=cache).logits
+        mask[:, 2:40] = 0
+        hidden = model(ids[:1, 59:], attention_mask=mask, position_ids=torch.tensor([[59]]), cache=twin).logits
+        assert (seen - hidden).abs().max() > 0.1
+        bias = torch.zeros(1, 1, 1, 61)
+        bias[..., 3] = 0.5
+        with pytest.raises(UnsupportedModel, match="adds a bias"):
+            model(ids[:1, :1], attention_mask=bias, cache=cache)
+
+
+def test_two_turns_of_a_padded_batch(model, ids):
+    """Row 1 of turn one is finished early; its filler is masked out in turn two, as generate does."""
+    artifact = make_artifact(model, cache_spec("identity", "identity"), ids[:1])
+    quantised = make_artifact(model, cache_spec(window=8, sink=4), ids[:1])
+    logits = {}
+    for name, cache in (
+        ("dynamic", DynamicCache(config=model.config)),
+        ("identity", CalibratedCache(artifact, model)),
+        ("quantised", CalibratedCache(quantised, model)),
+    ):
+        with torch.no_grad():
+            model(ids, cache=cache)
+            mask = torch.ones(2, 110, dtype=torch.long)
+            mask[1, 45:60] = 0
+            positions = (mask.cumsum(1) - 1)[:, 60:]
+            logits[name] = model(ids[:, :50], attention_mask=mask, position_ids=positions, cache=cache).logits
+    torch.testing.assert_close(logits["identity"], logits["dynamic"], rtol=0, atol=1e-5)
+    assert (logits["quantised"] - logits["dynamic"]).abs().max() < 1.0
+
+
+def test_sliding_window_layers_stay_small():
+    sliding = tiny("mistral")
+    long = torch.randint(3, 300, (1, 240), generator=torch.Generator().manual_seed(6))
+    artifact = make_artifact(sliding, cache_spec("identity", "token", window=0, sink=2), long)
+    cache, exact = CalibratedCache(artifact, sliding), DynamicCache(config=sliding.config)
+    with torch.no_grad():
+        ours = torch.cat([sliding(part, cache=cache).logits for part in long.split(40, dim=1)], 1)
+        theirs = torch.cat([sliding(part, cache=exact).logits for part in long.split(40, dim=1)], 1)
+    assert (ours - theirs).abs().max() < 0.5
+    assert cache.layers[0].store.page_counts[0] <= 5
+    assert cache.get_seq_length() == 240
+
+
+def test_a_copy_of_an_attached_model_is_a_model_of_its_own(model, ids, artifact):
+    cache = CalibratedCache(artifact, model)
+    twin = copy.deepcopy(model)
+    other = CalibratedCache(artifact, twin)
+    assert torch.equal(generate(model, ids, cache), generate(twin, ids, other))
+    del other
+    gc.collect()
+    assert twin.config._attn_implementation == "sdpa"
+    assert not twin.model.rotary_emb._forward_pre_hooks
+
+
+def test_misuse_is_a_sentence(model, ids, artifact):
+    cache = CalibratedCache(artifact, model)
+    with torch.no_grad():
+        model(ids[:1, :5], cache=cache)
+        with pytest.raises(ConfigError, match="holds 1 rows and got 2"):
+            model(ids[:, :5], cache=cache)
+        with pytest.raises(UnsupportedModel, match="made for another model"):
+            tiny("llama", seed=1)(ids[:1, :5], cache=CalibratedCache(artifact, model))
+
+
+def test_prefill_in_inference_mode_then_decode_outside(model, ids, artifact):
+    cache = CalibratedCache(artifact, model)
+    with torch.inference_mode():
+        model(ids[:1], cache=cache)
+    with torch.no_grad():
+        assert model(ids[:1, :1], cache=cache).logits.isfinite().all()
+
+
+def test_attention_set_by_hand_under_a_living_cache(model, ids, artifact):
+    cache = CalibratedCache(artifact, model)
+    expected = generate(model, ids[:1], CalibratedCache(artifact, model))
+    model.set_attn_implementation("eager")
+    assert torch.equal(generate(model, ids[:1], cache), expected)
+    del cache
+    gc.collect()
+    assert model.config._attn_implementation == "eager"
+    model.set_attn_implementation("sdpa")

@@ -105,6 +105,22 @@ def test_crop_then_the_same_tokens_again_gives_the_same_pages(tokens, count):
         assert target.page_counts == [whole.shape[0]] if count else True
 
 
+@pytest.mark.parametrize("count", [10, 30, 60, 110])
+def test_a_crop_of_a_padded_batch_takes_the_same_columns_from_every_row(tokens, count):
+    pad = 20
+    batch = [t[:, :, :120].expand(2, -1, -1, -1) for t in tokens[:2]] + [tokens[2][:, :120].expand(2, -1)]
+    target = store(window=0, sink=0)
+    target.append(*batch)
+    real = torch.ones(2, 120, dtype=torch.bool)
+    real[1, :pad] = False
+    target.drop_padding(real)
+    target.flush()
+    target.crop(count)
+    for row, tokens_left in ((0, 120 - count), (1, max(120 - count - pad, 0))):
+        assert target.page_counts[row] * PAGE + int(target.waiting[row].sum()) == tokens_left
+    assert target.recent_length == 0 or target.waiting[:, -1].any()
+
+
 def test_a_crop_inside_a_page_keeps_what_was_stored(tokens):
     target = fill(store("static", "token", sink=1), tokens, [TOKENS])
     key, value, positions = target._decode(target.pages[0, 2:3])
@@ -127,11 +143,46 @@ def test_rows_can_be_selected_and_repeated(tokens):
     assert {t.shape[0] for t in target.tensors().values()} == {3}
 
 
-def test_positions_with_a_gap_inside_a_page_are_refused(tokens):
+def test_a_page_ends_where_positions_jump(tokens):
     positions = tokens[2].clone()
-    positions[0, 20:] += 5
-    with pytest.raises(UnsupportedModel, match="position ids"):
-        fill(store(), (*tokens[:2], positions), [TOKENS])
+    positions[0, 45:] -= 7  # a second turn that continues before the padding of the first
+    jumps = (*tokens[:2], positions)
+    whole = fill(store(sink=1), jumps, [TOKENS])
+    sizes = whole.layout.read(pages_of(whole), "tokens")[:, 0].tolist()
+    assert sizes == [32, 12, 32, 32, 32]
+    assert whole.layout.read(pages_of(whole), "first_position")[:, 0].tolist() == [1, 33, 38, 70, 102]
+    pieces = fill(store(sink=1), jumps, [1] * TOKENS)
+    assert torch.equal(pages_of(pieces)[: len(sizes)], pages_of(whole)[: pieces.page_counts[0]])
+    whole.crop(TOKENS - 40)
+    assert (whole.page_counts, int(whole.waiting.sum())) == ([1], 7)
+
+
+def test_a_sliding_window_forgets_pages_and_stays_small(tokens):
+    spec = CacheSpec(KEYS["static"], VALUES["token"], 0, 1)
+    target = LayerStore(spec, _tables(spec.key), _tables(spec.value), store().rope, sliding_window=20)
+    for turn in range(8):
+        fill(target, (*tokens[:2], tokens[2] + turn * TOKENS), [TOKENS])
+    assert target.length == 8 * TOKENS
+    assert target.page_counts[0] <= (20 + 64) // PAGE + 4
+    assert target.pages.shape[1] <= 2 * target.page_counts[0] + TOKENS // PAGE
+    assert target.forgotten[0] + target.page_counts[0] * PAGE + target.recent_length + 1 == 8 * TOKENS
+    allowed = torch.ones(1, 1, target.length, dtype=torch.bool)
+    allowed[..., :-20] = False
+    assert target.packed(allowed, 1).moved_visible.sum() == 20 - target.recent_length
+    target.crop(30)
+    with pytest.raises(UnsupportedModel, match="sliding window"):
+        target.crop(900)
+
+
+def test_packing_beyond_the_frequencies_of_the_model_is_refused(tokens):
+    target = LayerStore(*_parts(), valid_to=100)
+    with pytest.raises(UnsupportedModel, match="beyond 100 tokens"):
+        fill(target, tokens, [TOKENS])
+
+
+def _parts():
+    spec = CacheSpec(KEYS["static"], VALUES["token"], 0, 1)
+    return spec, _tables(spec.key), _tables(spec.value), store().rope
 
 
 def test_memory_that_no_token_owns_is_never_read(tokens, monkeypatch):
@@ -146,6 +197,5 @@ def test_memory_that_no_token_owns_is_never_read(tokens, monkeypatch):
     target = fill(store(window=5), tokens, [1] * TOKENS)
     from kvcalib.kernels.reference import attend
 
-    visible = torch.ones(1, 1, target.recent_length, dtype=torch.bool)
-    out = attend(torch.randn(1, 4, 1, DIM), target.packed(visible), scale=0.25)
+    out = attend(torch.randn(1, 4, 1, DIM), target.packed(None, 1), scale=0.25)
     assert out.isfinite().all()
