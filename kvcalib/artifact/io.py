@@ -2,6 +2,8 @@
 
 import json
 import os
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import torch
@@ -23,6 +25,8 @@ from kvcalib.errors import ArtifactError
 from kvcalib.quant.spec import CacheSpec, Tables
 
 FILE_NAME = "kvcalib.safetensors"
+TIMEOUT = 5.0
+"""Seconds to wait for the hub's first answer."""
 _DTYPES = {"levels": torch.bfloat16, "widths": torch.uint8}
 _METADATA_KEY = "kvcalib"
 _DICTS = ("spec", "model", "calibration", "settings", "summary")
@@ -84,16 +88,40 @@ def locate(path: str | Path) -> Path:
 
 
 def _download(hub_id: str) -> Path:
+    """The file from the hub's cache on this machine, or else from the hub, if that answers at once."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(hf_hub_download(hub_id, FILE_NAME))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ArtifactError(
-            f"no folder {hub_id} here, and the hub did not give {hub_id}/{FILE_NAME} ({reason})"
-        ) from error
+        return Path(hf_hub_download(hub_id, FILE_NAME, local_files_only=True))
+    except LocalEntryNotFoundError:
+        reason = _why_unreachable()
+    except ValueError:
+        reason = "it is no hub id (owner/name)"
+    if reason is None:
+        try:
+            return Path(hf_hub_download(hub_id, FILE_NAME, etag_timeout=TIMEOUT))
+        except (HfHubHTTPError, OSError, ValueError) as error:
+            reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
+    raise ArtifactError(
+        f"no folder {hub_id} here, and the hub did not give {hub_id}/{FILE_NAME} ({reason});"
+        " pass the path of an artifact, or export one with `python -m kvcalib stage=export`"
+    )
+
+
+def _why_unreachable() -> str | None:
+    """None when the hub answers, else why not. Its own client tries for half a minute, with a warning each time."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        urllib.request.urlopen(constants.ENDPOINT, timeout=TIMEOUT).close()
+    except urllib.error.HTTPError:
+        return None
+    except OSError as error:
+        return str(getattr(error, "reason", error))
+    return None
 
 
 def _header(artifact: Artifact) -> dict:

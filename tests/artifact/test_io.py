@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from dataclasses import fields, replace
 
 import pytest
@@ -204,3 +205,49 @@ def test_another_precision_of_the_same_model_is_the_same_model(artifact):
         check_model(calibrated, calibrated.model | {"weights_sha256": "b"})
     with pytest.raises(ArtifactError, match="config_sha256"):
         check_model(calibrated, calibrated.model | {"dtype": "bfloat16", "config_sha256": "b"})
+
+
+@pytest.fixture
+def no_hub(monkeypatch, tmp_path):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def test_a_hub_id_offline_is_a_sentence_at_once(no_hub, monkeypatch, capfd, caplog):
+    begun = time.monotonic()
+    with pytest.raises(ArtifactError, match=r"no folder nobody/nothing here, .*refused.*stage=export") as caught:
+        load_artifact("nobody/nothing")
+    assert time.monotonic() - begun < 3
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ArtifactError, match="no hub id"):
+        load_artifact("no body/no thing")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ArtifactError, match="HF_HUB_OFFLINE is set"):
+        load_artifact("nobody/nothing")
+    assert (capfd.readouterr().err, caplog.text) == ("", "")
+
+
+def test_an_artifact_in_the_hub_cache_needs_no_network(no_hub, artifact):
+    commit = "0" * 40
+    repository = no_hub / "models--somebody--something"
+    save_artifact(artifact, repository / "snapshots" / commit / "kvcalib.safetensors")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    assert load_artifact("somebody/something").spec == artifact.spec
+
+
+def test_what_the_hub_refuses_is_a_sentence(no_hub, monkeypatch):
+    monkeypatch.setattr("kvcalib.artifact.io._why_unreachable", lambda: None)
+
+    def refuse(name, file, *, local_files_only=False, **kwargs):
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        raise LocalEntryNotFoundError("not cached") if local_files_only else OSError("reset\nand more")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
+    with pytest.raises(ArtifactError, match=r"nobody/nothing/kvcalib.safetensors \(reset\)"):
+        load_artifact("nobody/nothing")

@@ -50,6 +50,23 @@ def test_weights_hash_sees_any_key_or_value_weight_and_no_other():
     assert weights_hash(model) == before
 
 
+def test_weights_hash_sees_writes_through_data():
+    model = tiny("llama", hidden_size=256, num_attention_heads=4, head_dim=64)
+    hashes = {weights_hash(model)}
+    weight = model.model.layers[1].self_attn.k_proj.weight
+    for change in (lambda w: w.add_(0.5), lambda w: w[3].mul_(2), lambda w: w[:, 5].mul_(2), lambda w: w.neg_()):
+        change(weight.data)
+        hashes.add(weights_hash(model))
+    assert len(hashes) == 5
+
+
+def test_the_hash_of_unchanged_weights_is_computed_once(monkeypatch):
+    model = tiny("llama")
+    before = weights_hash(model)
+    monkeypatch.setattr("kvcalib.models.identity._hash", None)
+    assert weights_hash(model) == before
+
+
 def test_identity_is_stable_across_processes():
     code = (
         "from tests.models.zoo import tiny; from kvcalib.models.identity import identity;"
