@@ -1,6 +1,6 @@
 """kvcalib: calibrate a model's KV cache to 2-4 real bits, ship one file, generate from it.
 
-The two names that a user of the library needs are loaded on first access, so that
+The names that a user of the library needs are loaded on first access, so that
 `import kvcalib` (and with it `python -m kvcalib --help`) costs no torch import.
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 from importlib import import_module
 
 __version__ = "0.1.0"
-__all__ = ["CalibratedCache", "__version__", "load_artifact"]
+__all__ = ["CalibratedCache", "__version__", "load_artifact", "load_model"]
 
 _LAZY = {
     "CalibratedCache": "kvcalib.runtime.cache",
     "load_artifact": "kvcalib.artifact.io",
+    "load_model": "kvcalib.models.load",
 }
 
 

@@ -54,17 +54,26 @@ def build_prompt(tokenizer, length_tokens: int, depth: float, key: str, seed: in
     Raises ConfigError if needle and question alone are longer.
     """
     words = _haystack(seed, length_tokens)
+    check_needles(tokenizer, [length_tokens], [depth], key=key)
 
     def size(count: int) -> int:
         return len(_encode(tokenizer, "".join(_assemble(words[len(words) - count :], depth, key))))
 
-    if size(0) > length_tokens:
-        raise ConfigError(
-            f"eval.needle_lengths={length_tokens} is too short: needle and question alone take {size(0)} tokens"
-        )
     count = bisect_right(range(len(words) + 1), length_tokens, key=size) - 1
     before, after = _assemble(words[len(words) - count :], depth, key)
     return Prompt(_encode(tokenizer, before + after), len(_encode(tokenizer, before)))
+
+
+def check_needles(tokenizer, lengths: list[int], depths: list[float], *, key: str = "55555") -> None:
+    """Raises ConfigError if needle and question alone are longer than one of `lengths`."""
+    if not lengths:
+        return
+    frame = max((len(_encode(tokenizer, "".join(_assemble([], depth, key)))) for depth in depths), default=0)
+    if frame > min(lengths):
+        raise ConfigError(
+            f"eval.needle_lengths={min(lengths)} is too short: needle and question alone take {frame} tokens,"
+            f" so type a length of {frame} or more, or eval.needle_lengths=[]"
+        )
 
 
 def found(text: str, key: str) -> bool:

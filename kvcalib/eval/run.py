@@ -17,11 +17,13 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from kvcalib.artifact.schema import Artifact
+from kvcalib.errors import ConfigError
 from kvcalib.eval.fidelity import Fidelity, merged
-from kvcalib.eval.needle import needle
+from kvcalib.eval.needle import check_needles, needle
 from kvcalib.eval.outliers import FrameHits, stored_rate
 from kvcalib.eval.perplexity import compare
-from kvcalib.eval.sample import sample
+from kvcalib.eval.sample import check_prompt, sample
+from kvcalib.quant.spec import PAGE, CacheSpec
 from kvcalib.runtime.cache import CalibratedCache
 from kvcalib.runtime.simulate import SimulatedCache
 
@@ -53,8 +55,13 @@ def evaluate(
 ) -> dict:
     """windows int64 [n, length] of held-out text -> metrics, JSON types.
 
-    chunk: tokens per pass through the real cache. Raises ConfigError for NaN logits.
+    chunk: tokens per pass through the real cache. Raises ConfigError for NaN logits, and before anything runs for
+    settings under which nothing would be measured.
     """
+    check_pages(artifact.spec, windows.shape[1], chunk)
+    check_prompt(model, tokenizer, prompt)
+    if needle_trials > 0:
+        check_needles(tokenizer, needle_lengths, needle_depths)
     windows, seconds = windows.to(model.device), {}
     with _evaluating(model), torch.no_grad():
         cache = CalibratedCache(artifact, model)
@@ -78,7 +85,7 @@ def evaluate(
             shown = sample(model, tokenizer, cache, windows[0], prompt=prompt, tokens=sample_tokens)
     return {
         **_predictions(simulated, real),
-        **{name: memory[name] for name in _MEMORY},
+        **{name: memory.get(name) for name in _MEMORY},
         "outlier_rate_key": stored_rate(artifact, "key"),
         "outlier_rate_value": stored_rate(artifact, "value"),
         **hits,
@@ -90,6 +97,18 @@ def evaluate(
         "sample": shown,
         "seconds": seconds,
     }
+
+
+def check_pages(spec: CacheSpec, length: int, chunk: int) -> None:
+    """Raises ConfigError if the last chunk of a window would find no page to read."""
+    needed = spec.sink + spec.window + PAGE
+    if spec.quantised and (length - 1) // chunk * chunk < needed:
+        enough = -(-needed // chunk) * chunk + 1
+        raise ConfigError(
+            f"eval.length={length} measures nothing quantised: quant.sink={spec.sink} and quant.window={spec.window}"
+            f" tokens stay exact, and a page of {PAGE} more must be full before the last eval.chunk={chunk} tokens read it;"
+            f" use eval.length={enough} or more, or a smaller quant.window"
+        )
 
 
 def _simulated(model, artifact: Artifact, windows, progress, seconds) -> tuple[list[Fidelity], dict]:

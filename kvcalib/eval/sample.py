@@ -50,6 +50,16 @@ def stop_ids(model, tokenizer) -> frozenset[int]:
     return frozenset(i for i in (*ids, tokenizer.eos_token_id) if i is not None)
 
 
+def check_prompt(model, tokenizer, prompt: str | None) -> None:
+    """Raises ConfigError for a prompt that has no tokens, or more than the model takes."""
+    if prompt is None:
+        return
+    tokens = len(tokenizer(prompt).input_ids) if prompt else 0
+    if tokens == 0:
+        raise ConfigError(f"eval.prompt={prompt!r} has no tokens; use eval.prompt=null for held-out text")
+    _fitting(model, tokens, 1)
+
+
 def sample(model, tokenizer, cache: Cache, window: torch.Tensor, *, prompt: str | None, tokens: int) -> dict | None:
     """{prompt, fp, cache} as text; None for no tokens.
 
@@ -57,7 +67,8 @@ def sample(model, tokenizer, cache: Cache, window: torch.Tensor, *, prompt: str 
     """
     if tokens == 0:
         return None
-    ids = window[: max(len(window) // 2, 1)] if prompt is None else _encode(tokenizer, prompt, window)
+    check_prompt(model, tokenizer, prompt)
+    ids = window[: max(len(window) // 2, 1)] if prompt is None else window.new_tensor(tokenizer(prompt).input_ids)
     tokens = _fitting(model, len(ids), tokens)
     stop = stop_ids(model, tokenizer)
     caches = {"fp": DynamicCache(config=model.config), "cache": cache}
@@ -66,13 +77,6 @@ def sample(model, tokenizer, cache: Cache, window: torch.Tensor, *, prompt: str 
         for name, kept in caches.items()
     }
     return {"prompt": tokenizer.decode(ids.tolist(), skip_special_tokens=True), **texts}
-
-
-def _encode(tokenizer, prompt: str, like: torch.Tensor) -> torch.Tensor:
-    ids = like.new_tensor(tokenizer(prompt).input_ids)
-    if len(ids) == 0:
-        raise ConfigError(f"eval.prompt={prompt!r} has no tokens; use eval.prompt=null for held-out text")
-    return ids
 
 
 def _fitting(model, prompt_tokens: int, tokens: int) -> int:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kvcalib.errors import ConfigError
-from kvcalib.eval.run import evaluate
+from kvcalib.eval.run import check_pages, evaluate
 from kvcalib.runtime.cache import CalibratedCache
 from tests.helpers import cache_spec, make_artifact
 from tests.models.zoo import tiny
@@ -89,9 +89,48 @@ def test_memory_is_that_of_one_full_window(measure, model, windows):
     assert metrics["compression"] == pytest.approx(metrics["bytes_per_token_fp16"] / metrics["bytes_per_token"])
 
 
-def test_a_window_longer_than_the_text_is_exact(measure):
-    metrics = measure(cache_spec(window=160))
-    assert metrics["kl_cache"] == metrics["kl_simulated"] == 0
+@pytest.mark.parametrize(("window", "sink", "chunk"), [(160, 0, 32), (97, 0, 32), (92, 5, 32), (16, 4, 160)])
+def test_settings_that_measure_nothing_quantised_are_refused(measure, progress, window, sink, chunk):
+    with pytest.raises(ConfigError, match=f"eval.length=160 .*quant.sink={sink} .*quant.window={window} ") as caught:
+        measure(cache_spec(window=window, sink=sink), chunk=chunk)
+    assert "\n" not in str(caught.value)
+    assert progress.calls == []
+
+
+@pytest.mark.parametrize(("window", "sink", "chunk"), [(96, 0, 32), (92, 4, 32), (48, 0, 80)])
+def test_one_page_that_is_read_is_enough(measure, window, sink, chunk):
+    assert measure(cache_spec(window=window, sink=sink), chunk=chunk)["kl_cache"] > 0
+
+
+def test_the_length_that_the_message_proposes_is_enough():
+    spec = cache_spec(window=100, sink=3)
+    with pytest.raises(ConfigError, match="use eval.length=161 or more"):
+        check_pages(spec, 160, 32)
+    check_pages(spec, 161, 32)
+    check_pages(cache_spec("identity", "identity", window=100), 10, 32)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prompt": ""}, "eval.prompt=''"),
+        ({"prompt": "x" * 600}, "the prompt has 600 tokens and the model takes 512"),
+        ({"needle_lengths": [400, 50]}, r"eval.needle_lengths=50 is too short: .* take \d+ tokens"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_anything_runs(measure, progress, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        measure(cache_spec(), **settings)
+    assert progress.calls == []
+
+
+def test_needles_without_trials_are_not_checked(measure):
+    assert measure(cache_spec(), needle_lengths=[50], needle_trials=0)["needle_fp"] is None
+
+
+def test_memory_that_says_nothing_is_none(measure, monkeypatch):
+    monkeypatch.setattr(CalibratedCache, "memory_report", lambda self: {"tokens": 0})
+    assert measure(cache_spec())["compression"] is None
 
 
 def test_the_order_of_the_windows_does_not_matter(measure, model, tokenizer, windows, progress):

@@ -392,3 +392,10 @@ def test_a_missing_package_without_a_name(saved, monkeypatch):
 
     monkeypatch.setattr("kvcalib.models.load.AutoTokenizer.from_pretrained", lacking)
     assert "(something is missing)" in refused(saved)
+
+
+def test_loading_is_a_public_name():
+    import kvcalib
+
+    assert kvcalib.load_model is load_model
+    assert "load_model" in dir(kvcalib)
