@@ -78,6 +78,21 @@ def rotary(model: PreTrainedModel, *, length: int | None = None) -> dict[int, Ro
     return infos
 
 
+def valid_length(infos: dict[int, RotaryInfo]) -> int | None:
+    """Longest sequence, in tokens, that all of `infos` hold for; None: any."""
+    return min((info.valid_to for info in infos.values() if info.valid_to is not None), default=None)
+
+
+def check_length(tokens: int, valid_to: int | None) -> None:
+    """Raises UnsupportedModel for a sequence of more than `valid_to` tokens, see `valid_length`."""
+    if valid_to is not None and tokens > valid_to:
+        raise UnsupportedModel(
+            f"a sequence of {tokens} tokens is too long for a quantised cache of this model: beyond {valid_to} tokens"
+            " its rotary frequencies change with the length, which packed keys cannot follow;"
+            f" keep prompt and answer within {valid_to} tokens, or use transformers' DynamicCache"
+        )
+
+
 def check_rotary(model: PreTrainedModel, infos: dict[int, RotaryInfo]) -> None:
     """Run one token at two positions and compare the un-rotated keys; two cheap forward passes.
 

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from kvcalib.errors import UnsupportedModel
 from kvcalib.models.families import attention_modules, layer_shapes
-from kvcalib.models.rotary import RotaryInfo, check_rotary, rotary, unrotate_key
+from kvcalib.models.rotary import RotaryInfo, check_length, check_rotary, rotary, unrotate_key, valid_length
 from kvcalib.quant.rope import make_rope, to_pre_rope
 from tests.models.zoo import FAMILIES, tiny
 
@@ -181,3 +181,15 @@ def test_unrotate_key_leaves_the_tail_of_a_partial_head():
     assert torch.equal(turned[..., 4:], key[..., 4:])
     assert not torch.allclose(turned[..., :4], key[..., :4])
     torch.testing.assert_close(turned[..., :4].norm(dim=-1), key[..., :4].norm(dim=-1))
+
+
+def test_sequences_longer_than_the_frequencies_hold_are_refused():
+    assert valid_length(rotary(tiny("llama"))) is None
+    limit = valid_length(rotary(tiny("llama-dynamic")))
+    assert limit == 32
+    check_length(10**9, None)
+    check_length(32, limit)
+    with pytest.raises(UnsupportedModel, match="33 tokens is too long .* within 32 tokens"):
+        check_length(33, limit)
+    assert valid_length(rotary(tiny("llama-dynamic"), length=60)) == 60
+    assert valid_length(rotary(tiny("phi3-longrope"), length=60)) is None
