@@ -106,8 +106,8 @@ def check_pages(spec: CacheSpec, length: int, chunk: int) -> None:
         enough = -(-needed // chunk) * chunk + 1
         raise ConfigError(
             f"eval.length={length} measures nothing quantised: quant.sink={spec.sink} and quant.window={spec.window}"
-            f" tokens stay exact, and a page of {PAGE} more must be full before the last eval.chunk={chunk} tokens read it;"
-            f" use eval.length={enough} or more, or a smaller quant.window"
+            f" tokens stay exact, and a page of {PAGE} more must be full before the last eval.chunk={chunk} tokens"
+            f" read it; use eval.length={enough} or more, or a smaller quant.window"
         )
 
 
