@@ -27,6 +27,7 @@ import torch
 from kvcalib.calib import files, mixed, outliers, taps
 from kvcalib.errors import ConfigError, MissingInput
 from kvcalib.fit import grids, kmeans, sensitivity
+from kvcalib.fit.channels import refine
 from kvcalib.fit.histogram import compress
 from kvcalib.fit.levels import reassign, to_bf16_distinct
 from kvcalib.quant import codec, ranges
@@ -98,7 +99,7 @@ def codebooks(
 
 def _frame(reader: files.Reader, layer: int, name: str, spec: TensorSpec) -> Tables:
     zero, scale = (reader[f"layers.{layer}.{name}.{field}"] for field in ("zero", "scale"))
-    return Tables(zero, scale, _per_book(grid(spec), spec, zero.shape[0]))
+    return Tables(zero, scale, _per_book(grid(spec), spec, *zero.shape))
 
 
 def _tensors(fitted: dict[int, dict[str, Tables]]) -> dict[str, torch.Tensor]:
@@ -123,6 +124,8 @@ def fit_tables(
     Which elements are outliers by error depends on the levels, and the levels on which elements are left: the first
     fit takes the outliers by range, then both are repeated.
     """
+    if spec.levels == "nuq" and spec.books == "channel":
+        return _fit_channels(x, grad, tables, spec, fit, bins, seed)
     if not spec.ranks_by_error:
         return _fit_levels_of(x, grad, tables, spec, fit, bins, seed)
     first, report = _fit_levels_of(x, grad, tables, replace(spec, rank="range"), fit, bins, seed)
@@ -139,14 +142,23 @@ def _fit_levels_of(x, grad, tables: Tables, spec: TensorSpec, fit: Fit, bins: in
     return tables._replace(levels=levels), report
 
 
+def _fit_channels(
+    x: torch.Tensor, grad: torch.Tensor, tables: Tables, spec: TensorSpec, fit: Fit, bins: int, seed: int
+) -> tuple[Tables, dict]:
+    """One table for the layer first, then one for every channel out of it."""
+    shared = tables._replace(levels=tables.levels[:1])
+    shared, report = fit_tables(x, grad, shared, replace(spec, books="layer"), fit, bins, seed)
+    return shared._replace(levels=refine(*sample_points(x, grad, shared, spec, fit), shared)), report
+
+
 def _channel_weight(grad: torch.Tensor, scale: torch.Tensor, fit: Fit) -> torch.Tensor:
     """What a squared error of u costs in each channel, fp32 [H, D] of mean 1: mean squared gradient times scale^2."""
     cost = sensitivity.weights(grad, scale, use_fisher=fit.fisher, use_range=True).double().mean(0)
     return (cost / cost.mean()).float()
 
 
-def _per_book(levels: torch.Tensor, spec: TensorSpec, heads: int) -> torch.Tensor:
-    return levels.expand(heads if spec.books == "head" else 1, -1)
+def _per_book(levels: torch.Tensor, spec: TensorSpec, heads: int, dim: int) -> torch.Tensor:
+    return levels.expand(spec.book_count(heads, dim), -1)
 
 
 def grid(spec: TensorSpec) -> torch.Tensor:

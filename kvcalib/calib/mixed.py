@@ -18,6 +18,7 @@ import torch
 from kvcalib.errors import ConfigError
 from kvcalib.fit import kmeans
 from kvcalib.fit.allocate import allocate
+from kvcalib.fit.channels import refine
 from kvcalib.fit.histogram import compress
 from kvcalib.fit.levels import reassign, to_bf16_distinct
 from kvcalib.quant import codebook
@@ -64,7 +65,10 @@ def fit_mixed(read: Read, frames: dict[int, dict[str, Tables]], spec: CacheSpec,
     for layer, name in units:
         points = read(layer, name, fitted[layer][name])
         levels = _fit_tables(points, fitted[layer][name], getattr(spec, name).bits)
-        fitted[layer][name] = fitted[layer][name]._replace(levels=levels)
+        tables = fitted[layer][name]._replace(levels=levels)
+        if getattr(spec, name).books == "channel":
+            tables = tables._replace(levels=refine(points.v, points.weight, points.kept, tables))
+        fitted[layer][name] = tables
     return fitted, _summary(fitted, names)
 
 

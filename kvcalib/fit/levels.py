@@ -12,7 +12,7 @@ from kvcalib.fit.kmeans import distortion, nearest
 
 
 def to_bf16_distinct(levels: np.ndarray) -> np.ndarray:
-    """Nearest bfloat16 numbers as float64, strictly increasing: a repeated level moves up one ulp.
+    """Nearest bfloat16 numbers as float64, rows strictly increasing: a repeated level moves up one ulp.
 
     Raises ValueError for levels that are not finite or not sorted.
     """
@@ -20,8 +20,8 @@ def to_bf16_distinct(levels: np.ndarray) -> np.ndarray:
     if (np.diff(levels) < 0).any():
         raise ValueError("levels are not sorted")
     index = _ordinal(levels)
-    count = np.arange(len(levels))
-    rounded = _from_ordinal(np.maximum.accumulate(index - count) + count)
+    count = np.arange(levels.shape[-1])
+    rounded = _from_ordinal(np.maximum.accumulate(index - count, axis=-1) + count)
     if not np.isfinite(rounded).all():
         raise ValueError("levels do not fit bfloat16")
     return rounded

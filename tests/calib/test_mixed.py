@@ -88,3 +88,16 @@ def test_one_tensor_can_be_mixed_alone(model, folder, tmp_path):
 def test_a_budget_that_leaves_no_bit_per_code(model, folder, tmp_path):
     with pytest.raises(ConfigError, match=r"quant\.budget=1\.2 .* less than one bit per code"):
         make(model, folder, tmp_path, CacheSpec(KEY, VALUE, 0, SINK), 1.2)
+
+
+@pytest.mark.parametrize("levels", ["mixed", "nuq"])
+def test_tables_per_channel_cost_no_bits_and_lower_the_damage(model, folder, tmp_path, levels):
+    bits = 5 if levels == "mixed" else 3
+    found = {}
+    for books in ("layer", "channel"):
+        key = replace(KEY, levels=levels, bits=bits, books=books)
+        spec = CacheSpec(key, TensorSpec(4, "nuq", "token"), 0, SINK)
+        artifact = make(model, folder, tmp_path / books, spec, 3.5 if levels == "mixed" else None)
+        found[books] = page_bits(artifact), damage(artifact, folder)
+    assert found["channel"][0] == found["layer"][0]
+    assert found["channel"][1] < found["layer"][1]
