@@ -4,28 +4,38 @@
 
 The merge into a fresh schema is done although composing has used the same schema already: a forced
 `+quant.bitz=3` passes composition, and only the merge refuses it. Nothing heavy is imported before
-a stage runs, so that `--help`, `--cfg job` and shell completion stay quick.
+a stage runs, so that `--help`, `--cfg job` and shell completion stay quick. Hydra's own errors, several lines with
+search paths and types, become one sentence; HYDRA_FULL_ERROR=1 shows the trace of any error.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from kvcalib import __version__
 from kvcalib.errors import ConfigError, KvcalibError
-from kvcalib.settings import Settings, absolute_paths, check
+from kvcalib.settings import Settings, absolute_paths, check, known_keys
 
 log = logging.getLogger(__name__)
+
+VALUED = ("-p", "--package", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir")
+"""Hydra's options that take the next word."""
+TECHNICAL = ("full_key:", "reference_type=", "object_type=", "See http", "To append", "Config search", "provider=")
+"""How the lines start that Hydra adds for those who know it."""
 
 
 def conf_dir() -> str:
@@ -46,6 +56,8 @@ def to_settings(composed: DictConfig, launch: Path) -> Settings:
     try:
         untyped = OmegaConf.to_container(composed, resolve=True)  # typed nodes would let keys pass
         settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Settings), untyped))
+    except ConfigKeyError as error:
+        raise ConfigError(unknown_key(error.full_key)) from error
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         where = f" (key {error.full_key})" if error.full_key else ""
@@ -62,8 +74,55 @@ def progress(items: Iterable, total: int | None = None, desc: str = "") -> Itera
     return tqdm(items, total=total, desc=desc, file=sys.stderr, mininterval=interval)
 
 
-def run_cell(composed: DictConfig) -> float | None:
-    """One run, alone or as a cell of a sweep; returns the perplexity for optimising sweepers."""
+def options_first(arguments: list[str]) -> list[str]:
+    """`model=tiny -m quant=a,b` as `-m model=tiny quant=a,b`: Hydra takes settings in one row only."""
+    options, settings = [], []
+    for before, word in zip(["", *arguments], arguments, strict=False):
+        is_setting = before not in VALUED and not word.startswith("-") and ("=" in word or word.startswith("~"))
+        (settings if is_setting else options).append(word)
+    return options + settings
+
+
+def unknown_key(key: str) -> str:
+    """A sentence with the known keys that look most like `key`."""
+    known = list(known_keys())
+    same_end = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
+    close = get_close_matches(key, known, n=1) or same_end[:2]
+    meant = f": did you mean {' or '.join(close)}?" if close else ":"
+    return f"there is no key {key}{meant} `kvcalib --cfg job` lists every key"
+
+
+def explain(error: Exception) -> str:
+    """An error of Hydra or OmegaConf, or of making the run folder, as one sentence."""
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        return f"{group}={option} is no option: use {group}= one of {', '.join(error.options)}"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}; give another place with runs_root=... or run_dir=..."
+    lines = _telling(error)
+    if isinstance(error, OverrideParseException):
+        return f"{error.override!r} cannot be read ({lines[-1]}): write key=value, and quote what has commas or spaces"
+    if unknown := re.match(r"Could not override '([^']+)'", lines[0]):
+        return unknown_key(unknown[1])
+    if several := re.match(r"Ambiguous value for argument '(.+)'", lines[0]):
+        return f"{several[1]} has several values: add -m to run one after the other, or write key=[a,b] for a list"
+    if wrong := re.match(r"Error merging override (.+)", lines[0]):
+        reason = lines[1][0].lower() + lines[1][1:]
+        return f"{wrong[1]}: {'a value is needed' if 'is not Optional' in reason else reason}"
+    return "; ".join(lines[:2])
+
+
+def _telling(error: BaseException | None) -> list[str]:
+    """The lines of an error and of its causes that tell the user something."""
+    lines = []
+    while error is not None:
+        lines += [line.strip() for line in str(error).splitlines()]
+        error = error.__cause__
+    return [line for line in lines if line and not line.startswith(TECHNICAL)]
+
+
+def run_cell(composed: DictConfig) -> tuple[str, dict]:
+    """One run, alone or as a cell of a sweep; returns its name and metrics."""
     from kvcalib import pipeline, stages
     from kvcalib.records import read_json
     from kvcalib.report.tables import overview
@@ -73,37 +132,71 @@ def run_cell(composed: DictConfig) -> float | None:
     log.info("kvcalib %s: run %s", __version__, settings.name)
     session = Session(settings)
     done = pipeline.run(settings, stages.TABLE, session, progress=progress, prepare=stages.prepare)
-    metrics = read_json(done["evaluate"].path / "metrics.json") if "evaluate" in done else {}
-    print(overview(metrics, {name: (str(r.path), r.describe()) for name, r in done.items()}))
-    return metrics.get("ppl_cache")
+    metrics = (read_json(done["evaluate"].path / "metrics.json") if "evaluate" in done else None) or {}
+    folders = {name: (str(result.path), result.describe()) for name, result in done.items()}
+    if HydraConfig.get().mode is RunMode.MULTIRUN:
+        print(f"\n== {settings.name}")
+    print(overview(metrics, folders, exact=_exact(settings)))
+    return settings.name, metrics
 
 
-def _guarded(composed: DictConfig, failures: list[KvcalibError]) -> float | None:
-    """Turn a user's mistake into one sentence; the other cells of a sweep still run."""
-    try:
-        return run_cell(composed)
-    except KvcalibError as error:
-        if os.environ.get("HYDRA_FULL_ERROR", "0") != "0":
-            raise
-        print(f"kvcalib: {error}", file=sys.stderr)
-        failures.append(error)
-        return None
+def _exact(settings: Settings) -> str:
+    """Which tokens are not quantised, and the type that they are kept in."""
+    kept = [("last", settings.quant.window), ("first", settings.quant.sink)]
+    counts = " and the ".join(f"{end} {count}" for end, count in kept if count)
+    dtype = settings.model.dtype.value
+    return f"the {counts} tokens are exact" + (f" in {dtype}" if dtype != "auto" else "") if counts else ""
+
+
+class App:
+    """What `main` hands to Hydra, and what became of it: failures, and (name, metrics) of finished runs."""
+
+    def __init__(self, full_errors: bool):
+        self.full_errors = full_errors
+        self.started = False
+        self.failures: list[KvcalibError] = []
+        self.finished: list[tuple[str, dict]] = []
+
+    def __call__(self, composed: DictConfig) -> float | None:
+        """Turn a user's mistake into one sentence; the other cells of a sweep still run."""
+        self.started = True
+        try:
+            name, metrics = run_cell(composed)
+        except KvcalibError as error:
+            if self.full_errors:
+                raise
+            print(f"kvcalib: {error}", file=sys.stderr)
+            self.failures.append(error)
+            return None
+        self.finished.append((name, metrics))
+        return metrics.get("ppl_cache")  # what an optimising sweeper makes small
 
 
 def main() -> None:
     """Entry of `python -m kvcalib` and of the console script."""
     register_schema()
     sys.stdout.reconfigure(errors="replace")  # a continuation may hold what a terminal cannot show
-    failures: list[KvcalibError] = []
+    app = App(os.environ.get("HYDRA_FULL_ERROR", "0") != "0")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises its errors instead of printing them
+    sys.argv[1:] = options_first(sys.argv[1:])
 
     @hydra.main(version_base="1.3", config_path=conf_dir(), config_name="config")
-    def app(composed: DictConfig) -> float | None:
-        return _guarded(composed, failures)
+    def entry(composed: DictConfig) -> float | None:
+        return app(composed)
 
     try:
-        app()
+        entry()
     except KeyboardInterrupt:
         print("kvcalib: interrupted; finished stages are kept", file=sys.stderr)
         sys.exit(130)
-    if failures:
+    except (HydraException, OmegaConfBaseException, OSError) as error:
+        if app.full_errors or (app.started and not isinstance(error, HydraException | OmegaConfBaseException)):
+            raise  # an OSError inside a stage is not about the run folder
+        print(f"kvcalib: {explain(error)}", file=sys.stderr)
+        sys.exit(1)
+    if len(app.finished) > 1:
+        from kvcalib.report.tables import comparison
+
+        print(f"\n== {len(app.finished)} runs\n{comparison(app.finished)}")
+    if app.failures:
         sys.exit(1)

@@ -11,16 +11,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from kvcalib.errors import ConfigError
 
 STAGES = ("collect", "fisher", "outliers", "codebooks", "export", "evaluate", "report")
 PAGE = 32
 MAX_OUTLIERS = 0.025
+SHORTEST_NEEDLE = 16
 
 
 class Device(str, Enum):
@@ -197,6 +198,14 @@ class Settings:
     eval: EvalSettings
 
 
+def known_keys(kind: type = Settings, prefix: str = "") -> Iterator[str]:
+    """The dotted name of every key, groups included."""
+    for name, inner in get_type_hints(kind).items():
+        yield f"{prefix}{name}"
+        if is_dataclass(inner):
+            yield from known_keys(inner, f"{prefix}{name}.")
+
+
 def plain(value: Any) -> dict:
     """A settings dataclass as nested dicts of JSON types (enums become their names)."""
     return json.loads(json.dumps(asdict(value)))
@@ -249,7 +258,8 @@ def _run_problems(settings: Settings) -> Iterator[str]:
     if unknown or not settings.stage.run:
         yield f"stage.run={settings.stage.run} must list some of {', '.join(STAGES)}"
     yield from _at_least("threads", settings.threads, 1)
-    yield from _at_least("seed", settings.seed, 0)
+    if not 0 <= settings.seed < 2**32:
+        yield f"seed={settings.seed} must be 0 to {2**32 - 1}"
 
 
 def _text_problems(settings: Settings) -> Iterator[str]:
@@ -317,10 +327,26 @@ def _eval_problems(settings: Settings) -> Iterator[str]:
     yield from _at_least("eval.chunk", ev.chunk, 1)
     yield from _at_least("eval.needle_trials", ev.needle_trials, 0)
     yield from _at_least("eval.sample_tokens", ev.sample_tokens, 0)
+    if ev.prompt is not None and not ev.prompt.strip():
+        yield f"eval.prompt={ev.prompt!r} is blank: give some text, or eval.prompt=null for held-out text"
+    yield from _nothing_quantised(settings)
     for length in ev.needle_lengths:
+        yield from _at_least("eval.needle_lengths", length, SHORTEST_NEEDLE)
         yield from _within_context("eval.needle_lengths", length, settings.model.context)
     if any(not 0 <= depth <= 1 for depth in ev.needle_depths):
         yield f"eval.needle_depths={ev.needle_depths} must lie between 0 and 1"
+
+
+def _nothing_quantised(settings: Settings) -> Iterator[str]:
+    """A window that ends before two pages are full measures the exact tokens alone."""
+    quant, length = settings.quant, settings.eval.length
+    quantised = any(tensor.levels is not Levels.none for tensor in (quant.key, quant.value))
+    shortest = quant.sink + quant.window + 2 * PAGE
+    if "evaluate" in settings.stage.run and quantised and 2 <= length < shortest:
+        yield (
+            f"eval.length={length} must be at least quant.sink + quant.window + {2 * PAGE} = {shortest}, "
+            "or next to nothing of a window would be quantised"
+        )
 
 
 def _at_least(key: str, value: int | None, least: int) -> Iterator[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvcalib
+from kvcalib import cli
 
 SOURCE = str(Path(kvcalib.__file__).resolve().parent.parent)
 FAKES = """
@@ -82,19 +83,52 @@ def test_cfg_job_shows_one_group(kvcalib_command):
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
-        ("quant=nuq9", ["nuq9", "Available options in 'quant'", "nuq3"]),
-        ("quant.key.bitz=3", ["bitz"]),
-        ("quant.key.levels=nuk", ["nuk", "uniform", "fp8"]),
-        ("+quant.bitz=3", ["kvcalib:", "quant.bitz"]),
-        ("quant.key.bits=12", ["kvcalib: quant.key.bits=12 must be 1 to 8"]),
+        ("quant=nuq9", ["quant=nuq9 is no option", "nuq3, nuq4"]),
+        ("quant.key.bitz=3", ["there is no key quant.key.bitz: did you mean quant.key.bits?"]),
+        ("bits=3", ["there is no key bits: did you mean quant.key.bits or quant.value.bits?"]),
+        ("quants=nuq2", ["did you mean quant?"]),
+        ("quant.key.levels=nuk", ["quant.key.levels=nuk: invalid value 'nuk', expected one of [uniform", "fp8"]),
+        ("quant.key.bits=three", ["quant.key.bits=three: value 'three'", "Integer"]),
+        ("name=null", ["name=null: a value is needed"]),
+        ("+quant.bitz=3", ["there is no key quant.bitz", "--cfg job"]),
+        ("quant.key.bits=12", ["quant.key.bits=12 must be 1 to 8"]),
         ("device=gpu", ["gpu", "cuda"]),
+        ("tiny", ["'tiny' cannot be read", "write key=value"]),
+        ("data.path=[1", ["cannot be read"]),
+        ("quant=nuq2,nuq3", ["quant=nuq2,nuq3 has several values: add -m"]),
+        ("name=${nothing}", ["'nothing' not found"]),
+        ("runs_root=fakes.py", ["fakes.py", "give another place with runs_root=..."]),
+        ("run_dir=fakes.py", ["fakes.py", "run_dir=..."]),
+        ("run_dir=/dev/null/run", ["/dev/null/run", "run_dir=..."]),
     ],
 )
 def test_a_mistake_is_a_sentence_and_exit_code_1(kvcalib_command, argument, words):
     done = kvcalib_command(argument, "model=tiny")
     assert done.returncode == 1
-    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("kvcalib: ")
+    assert done.stderr.count("\n") == 1
+    assert "use +" not in done.stderr
     assert all(word in done.stderr for word in words), done.stderr
+
+
+def test_full_error_shows_the_trace_of_a_mistake(kvcalib_command):
+    done = kvcalib_command("quant=nuq9", HYDRA_FULL_ERROR="1")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "MissingConfigException" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "handed_on"),
+    [
+        ("model=tiny -m quant=a,b", "-m model=tiny quant=a,b"),
+        ("quant=kivi2 --cfg job -p quant.value", "--cfg job -p quant.value quant=kivi2"),
+        ("-cd my=conf ~quant a=1 --multirun", "-cd my=conf --multirun ~quant a=1"),
+        ("--help", "--help"),
+    ],
+)
+def test_options_may_stand_anywhere(typed, handed_on):
+    assert cli.options_first(typed.split()) == handed_on.split()
 
 
 def test_a_full_run_prints_numbers_sample_paths_and_times(kvcalib_command, tmp_path):
@@ -137,12 +171,29 @@ def test_a_sweep_measures_the_model_once(kvcalib_command, tmp_path):
     assert record["reused_from"] == os.path.join("..", "tiny-nuq2", "fisher")
 
 
+def test_a_sweep_names_its_runs_and_compares_them(kvcalib_command):
+    done = kvcalib_command("model=tiny", "-m", "quant=nuq2,nuq3")
+    assert done.returncode == 0, done.stderr
+    first, second, last = (done.stdout.index(f"\n== {name}\n") for name in ("tiny-nuq2", "tiny-nuq3", "2 runs"))
+    assert first < second < last
+    table = done.stdout[last:].split("\n")[2:]
+    assert table[0].split() == ["run", "ppl_fp", "ppl_cache"]
+    assert table[2].split() == ["tiny-nuq3", "10.000", "10.500"]
+
+
 def test_a_failing_cell_does_not_stop_the_sweep(kvcalib_command):
     done = kvcalib_command("-m", "model=tiny", "seed=13,14", "name='tiny-${seed}'")
     assert done.returncode == 1
     assert "kvcalib: weights of tiny are not there: give model.path=/folder" in done.stderr
     assert "Traceback" not in done.stderr
     assert "tiny-14 report" in kvcalib_command.ledger()
+
+
+def test_an_unknown_option_late_in_a_sweep_is_a_sentence(kvcalib_command):
+    done = kvcalib_command("-m", "model=tiny", "quant=nuq2,nuq9")
+    assert done.returncode == 1
+    assert "kvcalib: quant=nuq9 is no option" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_full_error_shows_the_traceback(kvcalib_command):

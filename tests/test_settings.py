@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 
 from kvcalib import cli
 from kvcalib.errors import ConfigError
-from kvcalib.settings import STAGES, Levels, Rope, absolute_paths, check, plain, problems
+from kvcalib.settings import STAGES, Levels, Rope, absolute_paths, check, known_keys, plain, problems
 from kvcalib.stages import TABLE
 
 
@@ -63,6 +63,12 @@ def test_all_problems_are_reported_together(settings):
         ("data.length", 10**6, "longer than model.context=8192"),
         ("eval.needle_lengths", [9000], "eval.needle_lengths=9000 is longer"),
         ("eval.needle_depths", [1.5], "must lie between 0 and 1"),
+        ("seed", -1, "seed=-1 must be 0 to 4294967295"),
+        ("seed", 2**32, "seed=4294967296 must be 0 to 4294967295"),
+        ("eval.prompt", " ", "eval.prompt=' ' is blank"),
+        ("eval.needle_lengths", [-5], "eval.needle_lengths=-5 must be at least 16"),
+        ("eval.length", 195, "eval.length=195 must be at least quant.sink + quant.window + 64 = 196"),
+        ("quant.window", 1000, "eval.length=1024 must be at least quant.sink + quant.window + 64 = 1068"),
         ("data.name", "textfile", "needs data.path="),
     ],
 )
@@ -73,6 +79,22 @@ def test_each_mistake_gives_a_sentence(settings, path, value, sentence):
         node = getattr(node, parent)
     setattr(node, last, value)
     assert any(sentence in problem for problem in problems(settings))
+
+
+def test_short_windows_are_fine_where_nothing_is_quantised_or_measured(settings):
+    settings.eval.length = 64
+    assert list(problems(settings))
+    settings.stage.run = ["codebooks"]
+    assert list(problems(settings)) == []
+    settings.stage.run = ["evaluate"]
+    for tensor in (settings.quant.key, settings.quant.value):
+        tensor.levels, tensor.bits, tensor.outliers = Levels.none, 16, 0.0
+    assert list(problems(settings)) == []
+
+
+def test_known_keys_are_those_of_the_configuration():
+    keys = set(known_keys())
+    assert {"quant", "quant.key.bits", "eval.prompt", "stage.force", "seed"} <= keys
 
 
 def test_paths_are_relative_to_the_launch_directory(settings, tmp_path, monkeypatch):

@@ -30,7 +30,11 @@ METRICS = (
     ("tokens", "tokens measured", "{:,.0f}"),
     ("window", "tokens per window", "{:,.0f}"),
 )
-EVERYDAY = tuple(key for key, *_ in METRICS if not key.startswith(("outlier", "page", "tokens", "window")))
+PREDICTIONS = ("ppl_fp", "ppl_simulated", "ppl_cache", "kl_cache", "top1_agreement")
+SIZES = ("bytes_per_token", "bytes_per_token_fp16", "compression")
+NEEDLES = ("needle_fp", "needle_cache")
+COMPARED = ("ppl_fp", "ppl_cache", "kl_cache", "page_bits_key", "page_bits_value", "compression", "needle_cache")
+"""Columns of the table that ends a sweep."""
 SHIPPED = {"export": ("artifact", "kvcalib.safetensors"), "report": ("report", "report.html")}
 
 
@@ -44,13 +48,44 @@ def metric_rows(metrics: dict, keys: Iterable[str] | None = None) -> list[tuple[
     ]
 
 
-def overview(metrics: dict, stages: dict[str, tuple[str, str]]) -> str:
-    """What a run prints at its end. stages: name -> (folder of the outputs, time or reason)."""
-    blocks = [aligned(metric_rows(metrics, EVERYDAY)), sample_text(metrics.get("sample"))]
+def overview(metrics: dict, stages: dict[str, tuple[str, str]], exact: str = "") -> str:
+    """What a run prints at its end.
+
+    stages: name -> (folder of the outputs, time or reason). exact: which tokens are not quantised, in words.
+    """
+    rows = [*metric_rows(metrics, PREDICTIONS), *bit_rows(metrics, exact), *metric_rows(metrics, (*SIZES, *NEEDLES))]
+    blocks = [aligned(rows), sample_text(metrics.get("sample"))]
     shipped = [(SHIPPED[s][0], f"{stages[s][0]}/{SHIPPED[s][1]}") for s in SHIPPED if s in stages]
     blocks.append(aligned(shipped))
     blocks.append("stages   " + ", ".join(f"{name} {how}" for name, (_, how) in stages.items()))
     return "\n\n".join(block for block in blocks if block)
+
+
+def bit_rows(metrics: dict, exact: str) -> list[tuple[str, str]]:
+    """Bits within pages, true bits of all that is stored, and why these are more in a short context."""
+    stems = {"page_bits": "bits per element in pages", "bits_per_element": "true bits per element"}
+    rows = [(label, _sides(metrics, stem)) for stem, label in stems.items()]
+    if exact and metrics.get("window") and rows[-1][1]:
+        rows.append(("", f"at {metrics['window']} tokens; {exact}"))
+    return [row for row in rows if row[1]]
+
+
+def _sides(metrics: dict, stem: str) -> str:
+    found = {side: metrics.get(f"{stem}_{side}") for side in ("key", "value")}
+    return ", ".join(f"{side} {bits:.2f}" for side, bits in found.items() if bits is not None)
+
+
+def comparison(runs: list[tuple[str, dict]]) -> str:
+    """One line per run of a sweep: (name, metrics) -> the numbers that decide between formats."""
+    measured = [key for key in COMPARED if any(metrics.get(key) is not None for _, metrics in runs)]
+    lines = [("run", *measured), *((name, *(_cell(metrics, key) for key in measured)) for name, metrics in runs)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(measured) + 1)]
+    return "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def _cell(metrics: dict, key: str) -> str:
+    form = next(form for name, _, form in METRICS if name == key)
+    return "" if metrics.get(key) is None else form.format(metrics[key])
 
 
 def sample_text(sample: dict | None) -> str:

@@ -34,6 +34,25 @@ def test_overview_shows_numbers_sample_paths_and_times():
     assert "export 0.1 s, report up to date" in text
 
 
+def test_overview_says_why_true_bits_are_more_than_those_of_pages():
+    bits = {"page_bits_key": 3.3366, "page_bits_value": 3.512, "bits_per_element_key": 6.2, "window": 1024}
+    lines = tables.overview(METRICS | bits, STAGES, exact="the last 128 tokens are exact in float32").splitlines()
+    (pages,) = [line for line in lines if line.startswith("bits per element in pages")]
+    (true,) = [number for number, line in enumerate(lines) if line.startswith("true bits per element")]
+    assert pages.endswith("   key 3.34, value 3.51")
+    assert lines[true].endswith("   key 6.20")
+    assert lines[true + 1].strip() == "at 1024 tokens; the last 128 tokens are exact in float32"
+
+
+def test_a_comparison_has_a_line_per_run_and_gaps():
+    text = tables.comparison([("a", {"ppl_cache": 10.0}), ("long-name", {"kl_cache": 0.5})])
+    assert text.splitlines() == [
+        "run        ppl_cache  kl_cache",
+        "a          10.000",
+        "long-name             0.5",
+    ]
+
+
 def test_overview_of_a_single_stage_is_short():
     text = tables.overview({}, {"collect": ("/r/collect", "1.0 s")})
     assert text == "stages   collect 1.0 s"
