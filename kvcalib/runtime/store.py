@@ -23,6 +23,7 @@ from kvcalib.quant.codec import dequantise, quantise
 from kvcalib.quant.page import PageLayout, read_page, write_page
 from kvcalib.quant.rope import Rope, to_post_rope, to_pre_rope
 from kvcalib.quant.spec import PAGE, CacheSpec, Tables
+from kvcalib.runtime import rollback
 
 _ROLLBACK = 64
 """Tokens that a sliding-window layer keeps beyond its window, so that a crop can take a few tokens back."""
@@ -261,7 +262,7 @@ class LayerStore:
     def _moved_slots(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots that a row uses in sink and pages, and the columns that their tokens came from."""
         device = self.positions.device
-        columns = torch.arange(self.length, device=device) if self.real is None else self.real[row].nonzero()[:, 0]
+        columns = self.real_columns(row)
         sink = torch.arange(self.sink_counts[row], device=device)
         tokens = self.layout.read(self.pages[row, : self.page_counts[row]], "tokens")
         used = (torch.arange(PAGE, device=device) < tokens).flatten().nonzero()[:, 0]
@@ -272,75 +273,16 @@ class LayerStore:
     # --- going back, and rows ----------------------------------------------------------------------------------
 
     def crop(self, count: int) -> None:
-        """Forgets the last `count` columns. What is cut out of the middle of a page waits again, dequantised.
+        """Forgets the last `count` columns; see rollback.py."""
+        rollback.crop(self, min(count, self.length))
 
-        Raises UnsupportedModel where a sliding window has already forgotten what would be needed.
-        """
-        count = min(count, self.length)
-        if count == 0:
-            return
-        tokens = [self._tokens_in(row, self.length - count) for row in range(self.batch)]
-        short = count <= self.recent_length and not self.has_moved
-        kept = None if short else [self._keep(row, number) for row, number in enumerate(tokens)]
-        self.length -= count
-        if self.real is not None:
-            self.real = self.real[:, : self.length].clone()
-        if short:
-            self.waiting = self.waiting[:, : self.length].clone()
-            self.positions = self.positions[:, : self.length].clone()
-        else:
-            self._wait_again(kept)
+    def real_columns(self, row: int) -> torch.Tensor:
+        """Columns that hold a token of the row, ascending."""
+        if self.real is None:
+            return torch.arange(self.length, device=self.positions.device)
+        return self.real[row].nonzero()[:, 0]
 
-    def _tokens_in(self, row: int, columns: int) -> int:
-        """Real tokens of a row in its first `columns` columns."""
-        return columns if self.real is None else int(self.real[row, :columns].sum())
-
-    def _keep(self, row: int, tokens: int):
-        """Cuts a row to its first `tokens` tokens; returns those that wait: key, value [H, n, D], positions [n]."""
-        pages = self.pages[row, : self.page_counts[row]]
-        sizes = self.layout.read(pages, "tokens")[:, 0].tolist()
-        moved = self.sink_counts[row] + self.forgotten[row] + sum(sizes)
-        columns = self.waiting[row].nonzero()[:, 0]
-        if tokens >= moved:
-            columns = columns[: tokens - moved]
-            return self.recent_key[row][:, columns], self.recent_value[row][:, columns], self.positions[row, columns]
-        left = tokens - self.sink_counts[row] - self.forgotten[row]
-        if left < 0 and self.forgotten[row]:
-            raise UnsupportedModel("a layer with a sliding window has forgotten the tokens that this crop goes back to")
-        if left < 0:
-            self.page_counts[row], self.sink_counts[row] = 0, 0
-            return self.sink_key[row, :, :tokens], self.sink_value[row, :, :tokens], self.sink_positions[row, :tokens]
-        whole = 0
-        while whole < len(sizes) and sizes[whole] <= left:
-            left -= sizes[whole]
-            whole += 1
-        key, value, positions = self._decode(pages[whole : whole + 1])
-        self.page_counts[row] = whole
-        return key[:left].transpose(0, 1), value[:left].transpose(0, 1), positions[:left]
-
-    def _wait_again(self, rows: list) -> None:
-        """Fills the recent buffer with what each row keeps, every token in the column that it came from."""
-        places = [self._last_columns(row, len(positions)) for row, (_, _, positions) in enumerate(rows)]
-        first = min((int(place[0]) for place in places if len(place)), default=self.length)
-        width = self.length - first
-        recent_key = self.recent_key.new_zeros(*self.recent_key.shape[:2], width, self.layout.key_dim)
-        recent_value = self.recent_value.new_zeros(*self.recent_value.shape[:2], width, self.layout.value_dim)
-        self.waiting = self.waiting.new_zeros(self.batch, width)
-        self.positions = self.positions.new_zeros(self.batch, width)
-        for row, (place, (key, value, positions)) in enumerate(zip(places, rows, strict=True)):
-            recent_key[row][:, place - first] = key.to(recent_key.dtype)
-            recent_value[row][:, place - first] = value.to(recent_value.dtype)
-            self.waiting[row, place - first] = True
-            self.positions[row, place - first] = positions
-        self.recent_key, self.recent_value = recent_key, recent_value
-
-    def _last_columns(self, row: int, count: int) -> torch.Tensor:
-        """Columns of the last `count` real tokens of a row."""
-        device = self.positions.device
-        columns = torch.arange(self.length, device=device) if self.real is None else self.real[row].nonzero()[:, 0]
-        return columns[len(columns) - count :]
-
-    def _decode(self, pages: torch.Tensor):
+    def decode(self, pages: torch.Tensor):
         """uint8 [n, nbytes] -> key (post-RoPE, model channel order), value fp32 [T, H, D], positions [T]."""
         coded_key, coded_value, first = read_page(pages, self.layout)
         positions = (first[:, None].long() + torch.arange(PAGE, device=pages.device)).flatten()

@@ -123,7 +123,7 @@ def test_a_crop_of_a_padded_batch_takes_the_same_columns_from_every_row(tokens, 
 
 def test_a_crop_inside_a_page_keeps_what_was_stored(tokens):
     target = fill(store("static", "token", sink=1), tokens, [TOKENS])
-    key, value, positions = target._decode(target.pages[0, 2:3])
+    key, value, positions = target.decode(target.pages[0, 2:3])
     target.crop(TOKENS - (1 + 2 * PAGE + 10))
     kept = target.waiting[0].nonzero()[:, 0]
     recent_key, recent_value = target.recent()
