@@ -229,6 +229,19 @@ def _report(session: Session, task: Task) -> dict:
     return build(Path(session.settings.run_dir), out=task.out)
 
 
+def _check_evaluate(session: Session) -> None:
+    from kvcalib.eval.needle import check_needles
+    from kvcalib.eval.run import check_pages
+    from kvcalib.eval.sample import check_prompt
+
+    measure = session.settings.eval
+    check_pages(_spec(session.settings), measure.length, measure.chunk)
+    check_prompt(session.model, session.tokenizer, measure.prompt)
+    if measure.needle_trials > 0:
+        check_needles(session.tokenizer, measure.needle_lengths, measure.needle_depths)
+    _ = session.evaluation
+
+
 def prepare(session: Session, names: list[str]) -> None:
     """Load what the stages `names` will need, and refuse what cannot work, before the first of them runs."""
     wanted = set(names)
@@ -237,7 +250,7 @@ def prepare(session: Session, names: list[str]) -> None:
     if wanted & {"collect", "fisher"}:
         _ = session.calibration
     if "evaluate" in wanted:
-        _ = session.evaluation
+        _check_evaluate(session)
 
 
 TABLE = (

@@ -23,11 +23,17 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto
 table { border-collapse: collapse; margin: 1rem 0; }
 td, th { padding: .25rem .8rem; border-bottom: 1px solid #ddd; text-align: left;
          vertical-align: top; overflow-wrap: anywhere; }
+figure { margin: 1rem 0; } figcaption { color: #555; font-size: .9rem; }
 img { max-width: 100%; } pre { white-space: pre-wrap; background: #f6f6f6; padding: .8rem; }
 """
 
 
-FITS = ("stored", "exact", "uniform", "nf")
+FITS = {
+    "stored": "what the artifact holds: fitted, rounded to bfloat16 and adjusted",
+    "exact": "the optimum by dynamic programming",
+    "uniform": "evenly spaced",
+    "nf": "NormalFloat, the quantiles of a normal distribution",
+}
 """Kinds of levels compared in the distortion figures."""
 
 
@@ -35,6 +41,11 @@ class Table(NamedTuple):
     title: str
     header: tuple[str, ...]
     rows: list[tuple]
+
+
+class Figure(NamedTuple):
+    png: bytes
+    caption: str = ""
 
 
 class Run(NamedTuple):
@@ -65,16 +76,22 @@ def build(run_dir: Path, out: Path | None = None) -> dict:
 def read_run(run_dir: Path) -> Run:
     """Everything the report shows, from the JSON files of the run folder."""
     records = {path.parent.name: _json(path) for path in run_dir.glob("*/stage.json")}
-    metrics = run_dir / "evaluate" / "metrics.json"
-    if not metrics.is_file():
-        raise MissingInput(f"{metrics} is not there: run `kvcalib stage=evaluate` first")
-    bench = run_dir / "bench" / "bench.json"
-    ordered = dict(sorted(records.items(), key=lambda item: item[1]["finished"]))
-    return Run(run_dir.name, ordered, _json(metrics), _json(bench) if bench.is_file() else {})
+    metrics = _json(run_dir / "evaluate" / "metrics.json")
+    if not metrics:
+        where = run_dir / "evaluate" / "metrics.json"
+        raise MissingInput(f"{where} is missing or damaged: run `kvcalib stage=evaluate stage.force=true` first")
+    whole = {name: record for name, record in records.items() if "finished" in record}
+    ordered = dict(sorted(whole.items(), key=lambda item: item[1]["finished"]))
+    return Run(run_dir.name, ordered, metrics, _json(run_dir / "bench" / "bench.json"))
 
 
 def _json(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8"))
+    """The content, or nothing where the file is missing or damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def page_tables(run: Run) -> Iterator[Table]:
@@ -105,22 +122,37 @@ def _flat(tree: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)
 
 
-def figures(run: Run) -> Iterator[bytes]:
-    """A PNG of everything that the run has numbers for."""
+def figures(run: Run) -> Iterator[Figure]:
+    """Everything that the run has numbers for."""
     m = run.metrics
     names = {"ppl_fp": "full precision", "ppl_simulated": "simulated", "ppl_cache": "cache"}
     if shown := {label: m[key] for key, label in names.items() if m.get(key) is not None}:
-        yield plots.bars(shown, title="Perplexity on held-out text", unit="perplexity")
+        yield Figure(plots.bars(shown, title="Perplexity on held-out text", unit="perplexity"))
     sizes = {"fp16": m.get("bytes_per_token_fp16"), "quantised": m.get("bytes_per_token")}
     if None not in sizes.values():
-        yield plots.bars(sizes, title="Cache, everything stored", unit="bytes per token")
+        caption = _size_caption(run)
+        yield Figure(plots.bars(sizes, title="Cache, everything stored", unit="bytes per token"), caption)
     for side, series in distortions(run).items():
-        yield plots.per_layer(series, title=f"Distortion of {side}s", unit="weighted error")
+        caption = "Levels compared on the calibration sample, smaller is better: " + "; ".join(
+            f"{kind} is {meaning}" for kind, meaning in FITS.items() if kind in series
+        )
+        yield Figure(plots.per_layer(series, title=f"Distortion of {side}s", unit="weighted error"), f"{caption}.")
     if series := m.get("layers"):
-        yield plots.per_layer(series, title="Error by layer", unit="relative error")
+        yield Figure(plots.per_layer(series, title="Error by layer", unit="relative error"))
     for side, label in (("fp", "full precision"), ("cache", "quantised cache")):
         if m.get("needle"):
-            yield plots.needle(m["needle"], title=f"Needles found, {label}", side=side)
+            yield Figure(plots.needle(m["needle"], title=f"Needles found, {label}", side=side))
+
+
+def _size_caption(run: Run) -> str:
+    """Why a short context is larger per token than its pages."""
+    quant = run.records.get("export", {}).get("settings", {}).get("quant", {})
+    if not run.metrics.get("window") or not any(quant.get(key) for key in ("window", "sink")):
+        return ""
+    return (
+        f"At {run.metrics['window']:,} tokens, of which the last {quant['window']} and the first {quant['sink']} "
+        "stay exact: the share of these falls as the context grows."
+    )
 
 
 def distortions(run: Run) -> dict[str, dict[str, list[float]]]:
@@ -128,7 +160,8 @@ def distortions(run: Run) -> dict[str, dict[str, list[float]]]:
     summary = run.records.get("codebooks", {}).get("summary", {})
     layers = list(summary.get("layers", {}).values())
     return {
-        side: {kind: [layer[side][kind] for layer in layers] for kind in FITS} for side in summary.get("fitted", [])
+        side: {kind: [layer[side][kind] for layer in layers] for kind in FITS if all(kind in at[side] for at in layers)}
+        for side in summary.get("fitted", [])
     }
 
 
@@ -144,12 +177,12 @@ def _markdown(run: Run) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def _html(run: Run, pictures: list[bytes]) -> str:
+def _html(run: Run, pictures: list[Figure]) -> str:
     name = html.escape(run.name)
     body = [f"<h1>{name}</h1>"]
     measured, *others = page_tables(run)
     body.append(_html_table(measured))
-    body += [f'<img alt="figure" src="data:image/png;base64,{_base64(png)}">' for png in pictures]
+    body += [_html_figure(picture) for picture in pictures]
     if run.metrics.get("sample"):
         text = html.escape(tables.sample_text(run.metrics["sample"]))
         body.append(f"<h2>Continuation of one prompt</h2><pre>{text}</pre>")
@@ -159,8 +192,10 @@ def _html(run: Run, pictures: list[bytes]) -> str:
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{joined}\n</body></html>\n'
 
 
-def _base64(png: bytes) -> str:
-    return base64.b64encode(png).decode()
+def _html_figure(picture: Figure) -> str:
+    image = f'<img alt="figure" src="data:image/png;base64,{base64.b64encode(picture.png).decode()}">'
+    caption = f"<figcaption>{html.escape(picture.caption)}</figcaption>" if picture.caption else ""
+    return f"<figure>{image}{caption}</figure>"
 
 
 def _html_table(table: Table) -> str:

@@ -28,22 +28,33 @@ def bars(values: dict[str, float], *, title: str, unit: str) -> bytes:
     png = io.BytesIO()
     with _axes(png) as axes:
         drawn = axes.bar(list(values), list(values.values()), color="#4c72b0", width=0.6)
-        axes.bar_label(drawn, fmt="{:,.4g}", padding=2)
+        axes.bar_label(drawn, [readable(value) for value in values.values()], padding=2)
+        axes.yaxis.set_major_formatter(lambda value, _: readable(value))
         axes.set(title=title, ylabel=unit)
         axes.margins(y=0.15)
     return png.getvalue()
+
+
+def readable(value: float) -> str:
+    """Four digits, never in powers of ten: 23,040, 263.7, 0.0412."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    text = f"{value:.4g}"
+    return text if "e" not in text else f"{value:.6f}"
 
 
 def per_layer(series: dict[str, list[float]], *, title: str, unit: str) -> bytes:
     """One line per entry over the layers; logarithmic when everything is positive."""
     png = io.BytesIO()
     with _axes(png) as axes:
-        for name, values in series.items():
-            axes.plot(range(len(values)), values, marker="o", markersize=3, label=name)
+        for number, (name, values) in enumerate(series.items()):
+            style = ("-", "--")[number % 2]  # one that covers another lets it be seen
+            axes.plot(range(len(values)), values, style, marker="o", markersize=3, label=name)
         if all(value > 0 for values in series.values() for value in values):
             axes.set_yscale("log")
         axes.set(title=title, xlabel="layer", ylabel=unit)
-        axes.legend(frameon=False)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))  # beside the lines
     return png.getvalue()
 
 

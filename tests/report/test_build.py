@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from kvcalib.errors import MissingInput
+from kvcalib.report import plots
 from kvcalib.report.build import build, distortions, read_run
 
 RECORD = {
@@ -81,6 +82,39 @@ def test_sparse_metrics_make_a_shorter_page(run_dir):
 def test_distortions_are_grouped_by_side_and_kind(run_dir):
     series = distortions(read_run(run_dir))
     assert series["key"]["uniform"] == [3.0, 3.0]
+
+
+def test_figures_are_explained(run_dir):
+    record = {**RECORD, "settings": {"quant": {"window": 128, "sink": 4}}}
+    write(run_dir / "export", record)
+    (run_dir / "evaluate" / "metrics.json").write_text(json.dumps({**METRICS, "window": 1024}))
+    build(run_dir)
+    page = (run_dir / "report" / "report.html").read_text()
+    assert "exact is the optimum by dynamic programming" in page
+    assert "At 1,024 tokens, of which the last 128 and the first 4 stay exact" in page
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(23040.0, "23,040"), (263.686, "263.7"), (0.04123, "0.04123"), (1e-5, "0.000010"), (0, "0")]
+)
+def test_numbers_on_bars_are_readable(value, text):
+    assert plots.readable(value) == text
+
+
+def test_a_kind_of_levels_that_was_not_fitted_is_left_out(run_dir):
+    found = read_run(run_dir)
+    del found.records["codebooks"]["summary"]["layers"]["1"]["key"]["exact"]
+    assert set(distortions(found)["key"]) == {"stored", "uniform", "nf"}
+    assert "exact" in distortions(found)["value"]
+
+
+@pytest.mark.parametrize("text", ["[]", "{", ""])
+def test_damaged_records_are_left_out_and_damaged_metrics_are_a_sentence(run_dir, text):
+    (run_dir / "collect" / "stage.json").write_text(text)
+    assert "collect" not in read_run(run_dir).records
+    (run_dir / "evaluate" / "metrics.json").write_text(text)
+    with pytest.raises(MissingInput, match=r"metrics.json is missing or damaged: .* stage=evaluate"):
+        build(run_dir)
 
 
 def test_nothing_evaluated_yet_is_a_sentence(tmp_path):
