@@ -17,8 +17,8 @@ import torch
 
 from kvcalib.errors import ConfigError
 
-_ROWS = 64
-"""Positions of which the whole vocabulary is held in float32 at a time."""
+_ROWS = 16
+"""Positions of which the whole vocabulary is held in float32 at a time; few enough to stay near the processor."""
 
 
 class Fidelity:
@@ -37,7 +37,7 @@ class Fidelity:
         log_p = _log_softmax(reference, "the model in full precision")
         log_q = _log_softmax(candidate, "the model over the quantised cache")
         p, q = log_p.exp(), log_q.exp()
-        kl = torch.where(p > 0, p * (log_p - log_q - 1), 0) + q
+        kl = (log_p - log_q).sub_(1).mul_(p).masked_fill_(p == 0, 0).add_(q)
         self.kl += kl.sum(dtype=torch.float64).item()
         self.nll_reference -= _picked(log_p, targets)
         self.nll -= _picked(log_q, targets)
@@ -71,7 +71,7 @@ def merged(parts: Iterable[Fidelity]) -> Fidelity:
 
 def _log_softmax(logits: torch.Tensor, whose: str) -> torch.Tensor:
     log_p = logits.float().log_softmax(-1)
-    if log_p.isnan().any():
+    if log_p[:, 0].isnan().any():  # one NaN makes the normaliser of its row NaN, and with it the whole row
         raise ConfigError(
             f"{whose} gives NaN logits on the evaluation text; try model.dtype=float32 or model.dtype=bfloat16"
         )

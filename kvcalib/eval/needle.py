@@ -21,7 +21,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvcalib.errors import ConfigError
-from kvcalib.eval.sample import continue_greedily
+from kvcalib.eval.sample import continue_both
 from kvcalib.models.families import context_length
 from kvcalib.quant.spec import PAGE, CacheSpec
 
@@ -121,18 +121,13 @@ def _trial(model, tokenizer, cache: Cache, spec: CacheSpec, length: int, depth: 
     prompt = build_prompt(tokenizer, length, depth, key, random_.getrandbits(32))
     ids = torch.tensor(prompt.ids, device=model.device)
     cache.reset()
-    answers = {
-        name: _answer(model, tokenizer, ids, kept, key)
-        for name, kept in (("fp", DynamicCache(config=model.config)), ("cache", cache))
-    }
+    tokens = len(tokenizer(f" {key}.", add_special_tokens=False).input_ids) + 1
+    exact = DynamicCache(config=model.config)
+    answers = continue_both(model, ids, exact, cache, tokens=tokens, last=QUESTION_TOKENS)
     stored = spec.sink + PAGE * ((len(ids) - QUESTION_TOKENS - spec.sink - spec.window) // PAGE)
     packed = spec.quantised and prompt.needle_end <= stored
-    return {name: found(text, key) for name, text in answers.items()} | {"packed": packed}
-
-
-def _answer(model, tokenizer, ids: torch.Tensor, cache: Cache, key: str) -> str:
-    tokens = len(tokenizer(f" {key}.", add_special_tokens=False).input_ids) + 1
-    return tokenizer.decode(continue_greedily(model, ids, cache, tokens=tokens, last=QUESTION_TOKENS))
+    fp, cached = (found(tokenizer.decode(answer), key) for answer in answers)
+    return {"fp": fp, "cache": cached, "packed": packed}
 
 
 def _fits(model, length: int) -> bool:

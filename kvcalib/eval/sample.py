@@ -6,12 +6,14 @@ it would not, because a prompt attends to its own exact keys and values.
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvcalib.errors import ConfigError
-from kvcalib.models.families import context_length
+from kvcalib.models.families import attention_modules, context_length
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +31,53 @@ def continue_greedily(
 
     last: how many tokens of the prompt form its second pass.
     """
-    head, part = ids[:-last], ids[-last:]
-    if len(head):
-        model.base_model(head[None], cache=cache, use_cache=True)
+    if len(ids) > last:
+        model.base_model(ids[None, :-last], cache=cache, use_cache=True)
+    return _greedy(model, ids[-last:], cache, tokens, stop)
+
+
+def continue_both(
+    model,
+    ids: torch.Tensor,
+    exact: Cache,
+    cache: Cache,
+    *,
+    tokens: int,
+    last: int = 1,
+    stop: frozenset = frozenset(),
+) -> tuple[list[int], list[int]]:
+    """`continue_greedily` from both caches, with one first pass where that fills both.
+
+    It does when every layer caches keys and values: nothing is packed before the pass ends, so either cache is given
+    the same ones.
+    """
+    if len(attention_modules(model)) < len(cache.layers):
+        return tuple(
+            continue_greedily(model, ids, each, tokens=tokens, last=last, stop=stop) for each in (exact, cache)
+        )
+    if len(ids) > last:
+        with _copying(cache, exact):
+            model.base_model(ids[None, :-last], cache=cache, use_cache=True)
+    return tuple(_greedy(model, ids[-last:], each, tokens, stop) for each in (exact, cache))
+
+
+@contextmanager
+def _copying(cache: Cache, other: Cache) -> Iterator[None]:
+    """What is stored in `cache` is stored in `other` too."""
+    update = cache.update
+
+    def both(key, value, layer_idx, *args, **kwargs):
+        other.update(key, value, layer_idx, *args, **kwargs)
+        return update(key, value, layer_idx, *args, **kwargs)
+
+    cache.update = both
+    try:
+        yield
+    finally:
+        del cache.update
+
+
+def _greedy(model, part: torch.Tensor, cache: Cache, tokens: int, stop: frozenset) -> list[int]:
     new: list[int] = []
     while len(new) < tokens:
         logits = model(part[None], cache=cache, use_cache=True).logits[0, -1]
@@ -39,7 +85,7 @@ def continue_greedily(
         if token in stop:
             break
         new.append(token)
-        part = ids.new_tensor([token])
+        part = part.new_tensor([token])
     return new
 
 
@@ -71,11 +117,9 @@ def sample(model, tokenizer, cache: Cache, window: torch.Tensor, *, prompt: str 
     ids = window[: max(len(window) // 2, 1)] if prompt is None else window.new_tensor(tokenizer(prompt).input_ids)
     tokens = _fitting(model, len(ids), tokens)
     stop = stop_ids(model, tokenizer)
-    caches = {"fp": DynamicCache(config=model.config), "cache": cache}
-    texts = {
-        name: tokenizer.decode(continue_greedily(model, ids, kept, tokens=tokens, stop=stop))
-        for name, kept in caches.items()
-    }
+    exact = DynamicCache(config=model.config)
+    fp, cached = continue_both(model, ids, exact, cache, tokens=tokens, stop=stop)
+    texts = {"fp": tokenizer.decode(fp), "cache": tokenizer.decode(cached)}
     return {"prompt": tokenizer.decode(ids.tolist(), skip_special_tokens=True), **texts}
 
 

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 
@@ -104,15 +106,17 @@ def test_without_trials_there_is_no_rate(run, options):
     assert result["needle"] == []
 
 
-def test_a_model_that_copies_passes_until_the_cache_forgets(monkeypatch, run):
+def test_a_model_that_copies_passes_until_the_cache_forgets(monkeypatch, run, tokenizer):
     """The answer is taken from the cache under test, and the key from the trial."""
     keys = []
 
-    def answer(model, tokenizer, ids, cache, key):
-        keys.append(key)
-        return f" {key}" if type(cache) is not CalibratedCache else " 0"
+    def answers(model, ids, exact, cache, **kwargs):
+        assert type(cache) is CalibratedCache
+        assert type(exact) is not CalibratedCache
+        keys.append(re.search(r"key is (\d{5})", tokenizer.decode(ids))[1])
+        return [tokenizer(text).input_ids for text in (f" {keys[-1]}", " 0")]
 
-    monkeypatch.setattr("kvcalib.eval.needle._answer", answer)
+    monkeypatch.setattr("kvcalib.eval.needle.continue_both", answers)
     result = run(cache_spec(), trials=3)
     assert (result["needle_fp"], result["needle_cache"]) == (1, 0)
     assert len(set(keys)) == 3

@@ -3,9 +3,10 @@ import torch
 from transformers import DynamicCache
 
 from kvcalib.errors import ConfigError
-from kvcalib.eval.sample import continue_greedily, sample, stop_ids
+from kvcalib.eval.sample import continue_both, continue_greedily, sample, stop_ids
 from kvcalib.runtime.cache import CalibratedCache
 from tests.helpers import cache_spec, make_artifact
+from tests.models.zoo import tiny
 
 
 @pytest.fixture(autouse=True)
@@ -90,3 +91,20 @@ def test_a_continuation_ends_where_the_model_does(model, tokenizer, windows, cap
     with caplog.at_level("INFO"):
         sample(model, tokenizer, plain(model), windows[0], prompt="x" * 510, tokens=5)
     assert "2 tokens instead of 5" in caplog.text
+
+
+def test_both_continuations_are_those_of_either_cache(model, windows, crude):
+    for ids, last in ((windows[0, :150], 1), (windows[0, :150], 8), (windows[0, :4], 4)):
+        crude.reset()
+        alone = [continue_greedily(model, ids, each, tokens=6, last=last) for each in (plain(model), crude)]
+        crude.reset()
+        both = continue_both(model, ids, plain(model), crude, tokens=6, last=last)
+        assert list(both) == alone
+    assert "update" not in vars(crude)
+
+
+def test_both_continuations_of_a_model_with_layers_that_cache_no_keys():
+    hybrid = tiny("qwen3_next")
+    ids = torch.arange(5, 45)
+    alone = continue_greedily(hybrid, ids, plain(hybrid), tokens=4)
+    assert continue_both(hybrid, ids, plain(hybrid), plain(hybrid), tokens=4) == (alone, alone)
