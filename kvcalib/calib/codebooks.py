@@ -36,7 +36,7 @@ from kvcalib.quant.rotation import rotate
 from kvcalib.quant.spec import PAGE, CacheSpec, Tables, TensorSpec
 
 FILE = "levels.safetensors"
-_ROUNDS = 2
+_ROUNDS = 1
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def codebooks(
     key: Fit = DEFAULT_FIT,
     value: Fit = DEFAULT_FIT,
     budget: float | None = None,
-    bins: int = 4096,
+    bins: int = 1024,
     seed: int = 0,
     progress: taps.Progress = taps.progress_bar,
 ) -> dict:
