@@ -127,8 +127,8 @@ class Planner:
 
     def _reason(self, stage: Stage, found: Found | None, why: str) -> str:
         if found:
-            what = "settings changed" if self._differing(stage, found) else "inputs changed"
-            return f"{what} ({self._changes(stage, found)}), running again"
+            what = "settings" if self._differing(stage, found) else "inputs or code"
+            return f"{what} changed ({self._changes(stage, found)}), running again"
         if (self.run_dir / stage.name / "stage.json").exists():
             return "its record or one of its files is damaged or gone, running again"
         return f"running ({why})"
@@ -198,7 +198,9 @@ class Planner:
         parts += [f"and {len(keys) - SHOWN} more"] if len(keys) > SHOWN else []
         if not parts and stale:
             parts = [f"other result of {', '.join(stale)}"]
-        return ", ".join(parts) or "made anew by another version, or from inputs made anew"
+        elif not parts and found.record["fingerprint"] == self.prints[stage.name]:
+            parts = [f"{' or '.join(stage.needs)} made anew"]
+        return ", ".join(parts) or "made by another version of kvcalib"
 
     def _differing(self, stage: Stage, found: Found) -> list[str]:
         """Dotted keys of the settings that are not as recorded."""

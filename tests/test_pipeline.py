@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_dir
 
 from kvcalib import cli, pipeline, records
 from kvcalib.errors import ConfigError, MissingInput
-from kvcalib.planner import Stage
+from kvcalib.planner import Stage, _difference
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def test_a_prerequisite_of_another_format_is_redone(bench, caplog):
     with caplog.at_level("INFO"):
         assert bench.run("export", sink=5) == ["outliers", "export"]
     assert "outliers: settings changed (quant.sink 4 -> 5), running again" in caplog.text
-    assert "export: inputs changed (other result of outliers), running again" in caplog.text
+    assert "export: inputs or code changed (other result of outliers), running again" in caplog.text
     assert "now out of date: report" in caplog.text
     assert bench.done["outliers"].action == "ran"
 
@@ -201,11 +201,13 @@ def test_force_does_not_replace_a_stale_prerequisite(bench):
         bench.run("outliers", force=True, windows=9)
 
 
-def test_a_derived_stage_is_redone_without_asking(bench):
+def test_a_derived_stage_is_redone_without_asking(bench, caplog):
     bench.run()
     assert bench.run(evaluated=2) == ["report"]
     assert bench.run("export", force=True) == ["export"]
-    assert bench.run(evaluated=2) == ["report"]
+    with caplog.at_level("INFO"):
+        assert bench.run(evaluated=2) == ["report"]
+    assert "report: inputs or code changed (export made anew), running again" in caplog.text
     assert bench.run(evaluated=2) == []
 
 
@@ -255,6 +257,19 @@ def test_a_damaged_json_output_of_the_same_size_does_not_count(bench):
     numbers = bench.root / "a" / "export" / "numbers.json"
     numbers.write_text("x" * numbers.stat().st_size)
     assert bench.run("export") == ["export"]
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new", "words"),
+    [
+        ("data.path", "0" * 64, "f" * 64, "content of data.path changed"),
+        ("data.path", None, "f" * 64, "content of data.path changed"),
+        ("model.files.a.safetensors", "9 bytes, 1", "9 bytes, 2", "file a.safetensors of model.path changed"),
+        ("seed", 0, 1, "seed 0 -> 1"),
+    ],
+)
+def test_a_difference_is_for_the_eye(key, old, new, words):
+    assert _difference(key, old, new) == words
 
 
 def test_a_file_in_the_place_of_a_folder_is_left_alone(bench):
