@@ -80,6 +80,7 @@ class Rope(str, Enum):
 class Books(str, Enum):
     layer = "layer"
     head = "head"
+    channel = "channel"
 
 
 class Rank(str, Enum):
@@ -294,8 +295,10 @@ def _tensor_problems(key: str, tensor: TensorSettings) -> Iterator[str]:
         yield f"{key}.rotation={tensor.rotation.value} needs quantised values with {key}.range=token or norm"
     if tensor.range is Range.norm and tensor.levels not in (Levels.nuq, Levels.nf, Levels.mixed):
         yield f"{key}.range=norm needs {key}.levels=nuq, nf or mixed"
-    if tensor.books is Books.head and tensor.levels is not Levels.nuq:
-        yield f"{key}.books=head needs {key}.levels=nuq (other levels are not fitted)"
+    fitted = {Books.head: (Levels.nuq,), Books.channel: (Levels.nuq, Levels.mixed)}
+    if tensor.books in fitted and tensor.levels not in fitted[tensor.books]:
+        names = " or ".join(levels.value for levels in fitted[tensor.books])
+        yield f"{key}.books={tensor.books.value} needs {key}.levels={names} (other levels are not fitted that way)"
 
 
 def _budget_problems(quant: QuantSettings) -> Iterator[str]:
