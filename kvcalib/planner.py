@@ -136,7 +136,10 @@ class Planner:
     def _may_redo(self, stage: Stage, found: Found) -> bool:
         if stage.derived or self.selected == (stage.name,):
             return True
-        return self.force if stage.name in self.selected else self._differs_in_format(stage, found)
+        if stage.name in self.selected:
+            return self.force
+        only_reads = all(self.stages[name].derived for name in self.selected)  # evaluate must not remake what it judges
+        return not only_reads and self._differs_in_format(stage, found)
 
     def _differs_in_format(self, stage: Stage, found: Found) -> bool:
         """Whether nothing but `quant.*`, here or further up, makes the stage stale."""

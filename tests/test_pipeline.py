@@ -162,6 +162,13 @@ def test_a_prerequisite_of_another_format_is_redone(bench, caplog):
     assert bench.done["outliers"].action == "ran"
 
 
+def test_a_stage_that_only_reads_does_not_remake_what_it_judges(bench):
+    bench.run(bits=4)
+    with pytest.raises(ConfigError, match=r"stage export .*quant.key.bits 4 -> 3"):
+        bench.run("report")
+    assert bench.ledger == []
+
+
 def test_back_to_the_first_format_is_one_refusal_and_one_command(bench):
     bench.run()
     bench.run("export", sink=5, bits=4)

@@ -1,8 +1,8 @@
 """Tables of levels per channel, grown out of a table that all channels share.
 
 Lloyd's algorithm in one dimension for all channels at once: every level moves to the weighted mean of the points that
-are nearest to it. A channel has few points, and few of them carry most of the weight, so each point also counts with a part
-of the mean weight of its channel; a level without points stays where it was.
+are nearest to it. A channel has few points, and few of them carry most of the weight, so each point also counts with a
+part of the mean weight of its channel; a level without points stays where it was.
 """
 
 import torch
