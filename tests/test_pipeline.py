@@ -164,7 +164,7 @@ def test_a_prerequisite_of_another_format_is_redone(bench, caplog):
 
 def test_a_stage_that_only_reads_does_not_remake_what_it_judges(bench):
     bench.run(bits=4)
-    with pytest.raises(ConfigError, match=r"stage export .*quant.key.bits 4 -> 3"):
+    with pytest.raises(ConfigError, match=r"stage export .*quant.bits 4 -> 3"):
         bench.run("report")
     assert bench.ledger == []
 
