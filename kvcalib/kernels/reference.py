@@ -50,7 +50,9 @@ def _unpack_pages(packed: Packed):
     layout = packed.layout
     count = int(packed.page_counts.max())
     row_uses = torch.arange(count, device=packed.pages.device) < packed.page_counts[:, None]
-    pages = packed.pages[:, :count].masked_fill(~row_uses[..., None], 0)  # unused capacity is undefined memory
+    pages = packed.pages[:, :count]
+    if not row_uses.all():
+        pages = pages.masked_fill(~row_uses[..., None], 0)  # capacity that a row does not use is undefined memory
     coded_key, coded_value, first = read_page(pages, layout)
     key = dequantise(coded_key, layout.spec.key, packed.key_tables)
     if layout.spec.key.rope == "pre":
