@@ -24,78 +24,23 @@ MAX_OUTLIERS = 0.025
 SHORTEST_NEEDLE = 16
 
 
-class Device(str, Enum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
+def _choice(name: str, *allowed: str) -> type[Enum]:
+    """An enum whose members are called like their values."""
+    return Enum(name, {value: value for value in allowed}, type=str, module=__name__)
 
 
-class Source(str, Enum):
-    hub = "hub"
-    gguf = "gguf"
-    random = "random"
-
-
-class Dtype(str, Enum):
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class Order(str, Enum):
-    spread = "spread"
-    start = "start"
-    random = "random"
-
-
-class Levels(str, Enum):
-    uniform = "uniform"
-    nuq = "nuq"
-    nf = "nf"
-    mixed = "mixed"
-    fp8 = "fp8"
-    none = "none"
-
-
-class Range(str, Enum):
-    static = "static"
-    group = "group"
-    token = "token"
-    norm = "norm"
-
-
-class Scope(str, Enum):
-    layer = "layer"
-    head = "head"
-    channels = "channels"
-
-
-class Rope(str, Enum):
-    pre = "pre"
-    post = "post"
-    none = "none"
-
-
-class Books(str, Enum):
-    layer = "layer"
-    head = "head"
-    channel = "channel"
-
-
-class Rank(str, Enum):
-    error = "error"
-    range = "range"
-
-
-class Rotation(str, Enum):
-    none = "none"
-    hadamard = "hadamard"
-
-
-class Solver(str, Enum):
-    kmeans = "kmeans"
-    exact = "exact"
+Device = _choice("Device", "auto", "cpu", "cuda")
+Source = _choice("Source", "hub", "gguf", "random")
+Dtype = _choice("Dtype", "auto", "float32", "bfloat16", "float16")
+Order = _choice("Order", "spread", "start", "random")
+Levels = _choice("Levels", "uniform", "nuq", "nf", "mixed", "fp8", "none")
+Range = _choice("Range", "static", "group", "token", "norm")
+Scope = _choice("Scope", "layer", "head", "channels")
+Rope = _choice("Rope", "pre", "post", "none")
+Books = _choice("Books", "layer", "head", "channel")
+Rank = _choice("Rank", "error", "range")
+Rotation = _choice("Rotation", "none", "hadamard")
+Solver = _choice("Solver", "kmeans", "exact")
 
 
 @dataclass
