@@ -232,8 +232,6 @@ def _tensor_problems(key: str, tensor: TensorSettings) -> Iterator[str]:
         yield f"{key}.group={tensor.group} must divide {PAGE}"
     if not 0 <= tensor.outliers <= MAX_OUTLIERS:
         yield f"{key}.outliers={tensor.outliers} must be a share between 0 and {MAX_OUTLIERS}"
-    if tensor.rank is Rank.error and tensor.outliers > 0 and tensor.range not in (Range.static, Range.norm):
-        yield f"{key}.rank=error needs {key}.range=static or norm (use {key}.rank=range)"
     if tensor.rotation is not Rotation.none and is_key:
         yield f"{key}.rotation={tensor.rotation.value} must be none (rotary embedding does not commute with it)"
     if tensor.rotation is not Rotation.none and (tensor.levels is Levels.none or tensor.range is Range.static):

@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 
 from kvcalib import cli
 from kvcalib.planner import Planner
-from kvcalib.settings import Device, Levels
+from kvcalib.settings import Device, Levels, Range, check
 from kvcalib.stages import TABLE, _shipped, _spec
 
 NAMES = [stage.name for stage in TABLE]
@@ -104,3 +104,11 @@ def test_the_format_is_that_of_the_settings(settings):
 def test_no_path_of_this_machine_is_shipped(settings):
     settings.data.path = "/secret/place"
     assert "/" not in str(_shipped(settings))
+
+
+def test_a_range_can_be_changed_alone(settings):
+    """Outliers that cannot rank by error under another range rank by range."""
+    assert _spec(settings).key.ranks_by_error
+    settings.quant.key.range = Range("group")
+    check(settings)
+    assert not _spec(settings).key.ranks_by_error

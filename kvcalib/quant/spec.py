@@ -34,7 +34,7 @@ class TensorSpec:
     rope      keys: quantised before ("pre") or after ("post") rotary embedding; values: "none"
     outliers  share of the elements kept sparse in fp16
     rank      which ones, per page: "error" (largest squared error of the dense code times the sensitivity of its
-              channel; static ranges only) or "range" (farthest outside the range of the others)
+              channel; where the range is static or a norm, else as "range") or "range" (farthest outside the others)
     books     one table of levels per "layer", "head" or "channel"; tables cost nothing per token
     """
 
