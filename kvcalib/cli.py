@@ -189,6 +189,9 @@ def main() -> None:
     except KeyboardInterrupt:
         print("kvcalib: interrupted; finished stages are kept", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:  # `kvcalib --help | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except (HydraException, OmegaConfBaseException, OSError) as error:
         if app.full_errors or (app.started and not isinstance(error, HydraException | OmegaConfBaseException)):
             raise  # an OSError inside a stage is not about the run folder

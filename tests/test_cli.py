@@ -267,3 +267,10 @@ def test_a_tilde_is_the_home_directory(kvcalib_command, tmp_path):
     assert (home / "kept" / "tiny-nuq3" / "collect" / "stage.json").is_file()
     assert (home / "kept" / "tiny-nuq3" / "kvcalib.log").is_file()
     assert not (tmp_path / "~").exists()
+
+
+def test_a_reader_that_stops_reading_is_no_error():
+    command = [sys.executable, "-m", "kvcalib", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
