@@ -40,6 +40,7 @@ Rope = _choice("Rope", "pre", "post", "none")
 Books = _choice("Books", "layer", "head", "channel")
 Rank = _choice("Rank", "error", "range")
 Rotation = _choice("Rotation", "none", "hadamard")
+Rounding = _choice("Rounding", "nearest", "feedback")
 Solver = _choice("Solver", "kmeans", "exact")
 
 
@@ -76,7 +77,7 @@ class DataSettings:
 
 @dataclass
 class TensorSettings:
-    """Format of keys or values (the first ten) and how its levels are fitted (the rest)."""
+    """Format of keys or values (the first eleven) and how its levels are fitted (the rest)."""
 
     bits: int
     levels: Levels
@@ -87,6 +88,7 @@ class TensorSettings:
     outliers: float
     rank: Rank
     rotation: Rotation
+    rounding: Rounding
     books: Books
     fisher: bool
     range_weight: bool
@@ -238,6 +240,10 @@ def _tensor_problems(key: str, tensor: TensorSettings) -> Iterator[str]:
         yield f"{key}.rotation={tensor.rotation.value} needs quantised values with {key}.range=token or norm"
     if tensor.range is Range.norm and tensor.levels not in (Levels.nuq, Levels.nf, Levels.mixed):
         yield f"{key}.range=norm needs {key}.levels=nuq, nf or mixed"
+    if tensor.rounding is Rounding.feedback and tensor.levels is Levels.none:
+        yield f"{key}.rounding=feedback needs quantised levels, not {key}.levels=none"
+    if tensor.rounding is Rounding.feedback and not tensor.fisher:
+        yield f"{key}.rounding=feedback needs {key}.fisher=true (it is made of gradients)"
     fitted = {Books.head: (Levels.nuq,), Books.channel: (Levels.nuq, Levels.mixed)}
     if tensor.books in fitted and tensor.levels not in fitted[tensor.books]:
         names = " or ".join(levels.value for levels in fitted[tensor.books])

@@ -27,7 +27,7 @@ from kvcalib.quant.spec import CacheSpec, Tables
 FILE_NAME = "kvcalib.safetensors"
 TIMEOUT = 5.0
 """Seconds to wait for the hub's first answer."""
-_DTYPES = {"levels": torch.bfloat16, "widths": torch.uint8}
+_DTYPES = {"levels": torch.bfloat16, "widths": torch.uint8, "feedback": torch.bfloat16, "order": torch.int16}
 _METADATA_KEY = "kvcalib"
 _DICTS = ("spec", "model", "calibration", "settings", "summary")
 _HEADER = ("version", "layers", *_DICTS)
@@ -184,7 +184,7 @@ def _assemble(file: Path, header: dict, tensors: dict[str, torch.Tensor]) -> Art
 
     def tables(index: int, name: str) -> Tables:
         stored = {field: tensors[f"layers.{index}.{name}.{field}"] for field in fields[name]}
-        return Tables(**{field: t if field == "widths" else t.float() for field, t in stored.items()})
+        return Tables(**{field: t.float() if t.is_floating_point() else t for field, t in stored.items()})
 
     layers = {i: LayerTables(tables(i, "key"), tables(i, "value")) for i in header["layers"]}
     rest = {name: header[name] for name in ("model", "calibration", "settings", "summary", "version")}

@@ -7,6 +7,8 @@ One safetensors file.
               layers.{i}.{key|value}.levels   bf16 [1, H or H * D, L]  rows strictly increasing
               layers.{i}.{key|value}.weight   fp32 [H, D]      only where outliers rank by error
               layers.{i}.{key|value}.widths   uint8 [H, D]     only for levels="mixed": equal inside pairs and tiles
+              layers.{i}.{key|value}.feedback bf16 [H, D, D]  for rounding="feedback": zero on and above the diagonal
+              layers.{i}.{key|value}.order    int16 [H, D]     with feedback: rows are permutations of the channels
     metadata  format = "pt"
               kvcalib = JSON {version, spec, layers, model, calibration, settings, summary}
 
@@ -36,6 +38,7 @@ CHOICES = {
     "scope": ("layer", "head", "channels"),
     "rank": ("error", "range"),
     "rotation": ("none", "hadamard"),
+    "rounding": ("nearest", "feedback"),
     "books": ("layer", "head", "channel"),
 }
 ROPE = {"key": ("pre", "post", "none"), "value": ("none",)}
@@ -46,7 +49,8 @@ def tensor_fields(spec: TensorSpec) -> tuple[str, ...]:
     """Fields of `Tables` that a file of this format holds."""
     fields = ["zero", "scale", "levels"]
     fields += ["weight"] if spec.ranks_by_error else []
-    return (*fields, "widths") if spec.levels == "mixed" else tuple(fields)
+    fields += ["widths"] if spec.levels == "mixed" else []
+    return (*fields, "feedback", "order") if spec.rounding == "feedback" else tuple(fields)
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,8 @@ def _combination_problems(name: str, spec: TensorSpec) -> list[str]:
         found.append(f"levels=fp8 needs bits=8 and range=static, not bits={spec.bits} and range={spec.range}")
     if spec.range == "norm" and spec.levels not in ("nuq", "nf", "mixed"):
         found.append(f"range=norm needs levels nuq, nf or mixed, not {spec.levels}")
+    if spec.rounding == "feedback" and not spec.quantised:
+        found.append("rounding=feedback needs quantised levels, not levels=none")
     if name == "key" and spec.rotation != "none":
         found.append(f"rotation={spec.rotation} must be none (rotary embedding does not commute with it)")
     return found
@@ -149,7 +155,21 @@ def _problems(name: str, spec: TensorSpec, tables: Tables) -> list[str]:
         found += _level_problems(spec, tables)
     if spec.ranks_by_error and not _is_weight(tables):
         found.append("outliers rank by error, but weight is missing, not [heads, dim], negative or not finite")
+    if spec.rounding == "feedback":
+        found += _feedback_problems(tables)
     return found
+
+
+def _feedback_problems(tables: Tables) -> list[str]:
+    heads, dim = tables.zero.shape
+    feedback, order = tables.feedback, tables.order
+    if feedback is None or feedback.shape != (heads, dim, dim) or not feedback.isfinite().all():
+        return [f"feedback is missing, not finite or not [{heads}, {dim}, {dim}]"]
+    if feedback.triu().any() or not torch.equal(feedback, feedback.bfloat16().float()):
+        return ["feedback is not zero on and above the diagonal, or not exact in bf16"]
+    if order is None or order.shape != (heads, dim) or not (order.sort(-1).values == torch.arange(dim)).all():
+        return [f"order is missing or its rows are not permutations of the {dim} channels"]
+    return []
 
 
 def _is_weight(tables: Tables) -> bool:

@@ -28,6 +28,7 @@ from kvcalib.calib import files, mixed, outliers, taps
 from kvcalib.errors import ConfigError, MissingInput
 from kvcalib.fit import grids, kmeans, sensitivity
 from kvcalib.fit.channels import refine
+from kvcalib.fit.feedback import energy, fit_feedback
 from kvcalib.fit.histogram import compress
 from kvcalib.fit.levels import reassign, to_bf16_distinct
 from kvcalib.quant import codec, ranges
@@ -37,6 +38,7 @@ from kvcalib.quant.spec import PAGE, CacheSpec, Tables, TensorSpec
 
 FILE = "levels.safetensors"
 _ROUNDS = 1
+_FEEDBACK_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -108,12 +110,12 @@ def _tensors(fitted: dict[int, dict[str, Tables]]) -> dict[str, torch.Tensor]:
         for layer, both in fitted.items()
         for name, tables in both.items()
         for field, tensor in tables._asdict().items()
-        if field in ("levels", "weight", "widths") and tensor is not None
+        if field not in ("zero", "scale") and tensor is not None
     }
 
 
 def _needs_sample(spec: TensorSpec) -> bool:
-    return spec.levels in ("nuq", "mixed") or spec.ranks_by_error
+    return spec.levels in ("nuq", "mixed") or spec.ranks_by_error or spec.rounding == "feedback"
 
 
 def fit_tables(
@@ -122,8 +124,10 @@ def fit_tables(
     """Tables with fitted levels and channel weights for a sample x, grad [n, H, D] of whole pages.
 
     Which elements are outliers by error depends on the levels, and the levels on which elements are left: the first
-    fit takes the outliers by range, then both are repeated.
+    fit takes the outliers by range, then both are repeated. So it is with what error feedback wants.
     """
+    if spec.rounding == "feedback":
+        return _fit_with_feedback(x, grad, tables, spec, fit, bins, seed)
     if spec.levels == "nuq" and spec.books == "channel":
         return _fit_channels(x, grad, tables, spec, fit, bins, seed)
     if not spec.ranks_by_error:
@@ -132,6 +136,18 @@ def fit_tables(
     tables = first._replace(weight=_channel_weight(rotate(grad, spec.rotation), tables.scale, fit))
     for _ in range(_ROUNDS if spec.levels == "nuq" else 0):
         tables, report = _fit_levels_of(x, grad, tables, spec, fit, bins, seed)
+    return tables, report
+
+
+def _fit_with_feedback(
+    x: torch.Tensor, grad: torch.Tensor, tables: Tables, spec: TensorSpec, fit: Fit, bins: int, seed: int
+) -> tuple[Tables, dict]:
+    matrix, order, weight = fit_feedback(rotate(grad, spec.rotation) * tables.scale)
+    tables, report = tables._replace(feedback=matrix, order=order, weight=weight), {}
+    for _ in range(_FEEDBACK_ROUNDS if spec.levels == "nuq" else 0):
+        tables, report = _fit_levels_of(x, grad, tables, spec, fit, bins, seed)
+    if spec.levels == "nuq" and spec.books == "channel":
+        tables = tables._replace(levels=refine(*sample_points(x, grad, tables, spec, fit), tables))
     return tables, report
 
 
@@ -189,8 +205,15 @@ def sample_points(
     """x and gradient [n, H, D] of whole pages -> v, weight, inlier mask [n, H, D]."""
     pages, grads = (t.unflatten(0, (-1, PAGE)) for t in (x, rotate(grad, spec.rotation)))
     v, inlier, coded = codec.normalise(pages, spec, tables)
-    factor = (tables.scale * ranges.factor(coded.step, spec, x.shape[-1])).expand_as(v)
-    weight = sensitivity.weights(grads, factor, use_fisher=fit.fisher, use_range=fit.range_weight)
+    step = ranges.factor(coded.step, spec, x.shape[-1])
+    if spec.rounding == "feedback":
+        v = codec.to_range(codec.wanted(coded, spec, tables)[1], coded, spec)
+        weight = energy(rotate(grad, spec.rotation) * tables.scale).view(v.shape[:-1]).unsqueeze(-1) * tables.weight
+        weight = weight * torch.as_tensor(step).double().square() if fit.range_weight else weight
+    else:
+        weight = sensitivity.weights(
+            grads, (tables.scale * step).expand_as(v), use_fisher=fit.fisher, use_range=fit.range_weight
+        )
     kept = torch.ones_like(v, dtype=torch.bool) if inlier is None else inlier
     return v.flatten(0, 1), weight.flatten(0, 1), kept.flatten(0, 1)
 

@@ -3,6 +3,8 @@
     u = (rotated x - zero) / scale        outliers by rank        step, base fp16
     c = nearest level of (u - base) / step                        correction = u - u' at the outliers, fp16
 
+With rounding="feedback", u in the second line is what `quant.feedback` wants in its place.
+
 Outliers that rank by error need the dense codes first, so their range keeps them in (static, norm); outliers that
 rank by range are chosen first and left out of min and max.
 
@@ -13,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvcalib.quant import codebook, ranges, sparse
+from kvcalib.quant import codebook, feedback, ranges, sparse
 from kvcalib.quant.rotation import rotate, unrotate
 from kvcalib.quant.spec import PAGE, Tables, TensorSpec
 
@@ -47,7 +49,7 @@ def normalise(x: torch.Tensor, spec: TensorSpec, tables: Tables) -> tuple[torch.
     positions = sparse.select_by_range(u, spec, count) if count and not spec.ranks_by_error else None
     inlier = None if positions is None else sparse.inlier_mask(positions, heads, dim)
     coded = Coded(u, *ranges.measure(u, inlier, spec, tables.levels.shape[-1]), positions)
-    v = _to_range(u, coded, spec)
+    v = to_range(u, coded, spec)
     if spec.ranks_by_error:
         error = (codebook.decode(codebook.encode(v, tables), tables) - v) * ranges.factor(coded.step, spec, dim)
         positions = sparse.select_by_error(error, tables.weight, count)
@@ -60,11 +62,27 @@ def quantise(x: torch.Tensor, spec: TensorSpec, tables: Tables) -> Coded:
     if not spec.quantised:
         return Coded(((x.float() - tables.zero) / tables.scale).clamp(-_FP16_MAX, _FP16_MAX).half())
     v, _, coded = normalise(x, spec, tables)
-    u, dense = coded.codes, coded._replace(codes=codebook.encode(v, tables))
+    codes, u = _encode(v, coded, spec, tables)
+    dense = coded._replace(codes=codes)
     if coded.positions is None:
         return dense
     error = u - _dequantise_dense(dense, spec, tables)
     return dense._replace(corrections=sparse.corrections(error, coded.positions))
+
+
+def _encode(v: torch.Tensor, coded: Coded, spec: TensorSpec, tables: Tables) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, and the u that they and the corrections should come back as."""
+    if spec.rounding == "nearest":
+        return codebook.encode(v, tables), coded.codes
+    return wanted(coded, spec, tables)
+
+
+def wanted(coded: Coded, spec: TensorSpec, tables: Tables) -> tuple[torch.Tensor, torch.Tensor]:
+    """Result of `normalise` -> codes and wanted u of rounding with error feedback."""
+    u = coded.codes
+    inlier = None if coded.positions is None else sparse.inlier_mask(coded.positions, *u.shape[-2:])
+    base = 0.0 if coded.base is None else ranges.expand(coded.base, spec, u.shape[-1])
+    return feedback.encode(u, ranges.factor(coded.step, spec, u.shape[-1]), base, inlier, tables)
 
 
 def dequantise(coded: Coded, spec: TensorSpec, tables: Tables) -> torch.Tensor:
@@ -91,7 +109,8 @@ def simulate(x: torch.Tensor, spec: TensorSpec, tables: Tables) -> torch.Tensor:
     return dequantise(quantise(pages, spec, tables), spec, tables).flatten(-4, -3)[..., :tokens, :, :]
 
 
-def _to_range(u: torch.Tensor, coded: Coded, spec: TensorSpec) -> torch.Tensor:
+def to_range(u: torch.Tensor, coded: Coded, spec: TensorSpec) -> torch.Tensor:
+    """u -> v = (u - base) / step, what is compared with the levels."""
     if coded.step is None:
         return u
     dim = u.shape[-1]

@@ -31,6 +31,7 @@ class TensorSpec:
               "token": min and max per token, at run time, over `scope`; "norm": root mean square per token alike
     scope     span of a per-token range: "layer" (all heads), "head", or "channels" (`group` channels of a head)
     rotation  "none", or "hadamard" (see rotation.py)
+    rounding  "nearest", or "feedback": later channels of a head make up for errors of earlier ones (see feedback.py)
     rope      keys: quantised before ("pre") or after ("post") rotary embedding; values: "none"
     outliers  share of the elements kept sparse in fp16
     rank      which ones, per page: "error" (largest squared error of the dense code times the sensitivity of its
@@ -48,6 +49,7 @@ class TensorSpec:
     books: str = "layer"
     rank: str = "range"
     rotation: str = "none"
+    rounding: str = "nearest"
 
     @property
     def quantised(self) -> bool:
@@ -94,6 +96,9 @@ class Tables(NamedTuple):
                  with widths, a row holds the tables of width 1, 2, ... end to end, that of width w from 2**w - 2 on
     weight       fp32 [H, D] >= 0, only where outliers rank by error: what a squared error of u costs in each channel
     widths       uint8 [H, D], only for levels="mixed": bits of every channel
+    feedback     fp32 [H, D, D], exact in bf16, only for rounding="feedback": row j weighs the errors of the
+                 channels that were coded before the j-th; zero on and above the diagonal
+    order        int16 [H, D], with feedback: the channel that is coded first, second, ...
     """
 
     zero: torch.Tensor
@@ -101,6 +106,8 @@ class Tables(NamedTuple):
     levels: torch.Tensor
     weight: torch.Tensor | None = None
     widths: torch.Tensor | None = None
+    feedback: torch.Tensor | None = None
+    order: torch.Tensor | None = None
 
     def to(self, device) -> "Tables":
         return Tables(*(None if t is None else t.to(device) for t in self))
