@@ -5,6 +5,7 @@ from transformers import DynamicCache
 
 from kvcalib.artifact.schema import Artifact, LayerTables
 from kvcalib.fit import grids
+from kvcalib.fit.feedback import fit_feedback
 from kvcalib.models.identity import identity
 from kvcalib.models.rotary import rotary
 from kvcalib.quant.rope import make_rope, to_pre_rope
@@ -19,6 +20,7 @@ KEYS = {
     "fp8": TensorSpec(8, "fp8", "static", rope="post"),
     "identity": IDENTITY,
     "mixed": TensorSpec(5, "mixed", "static", rope="pre", outliers=0.01, rank="error"),
+    "feedback": TensorSpec(3, "nuq", "static", rope="pre", outliers=0.01, rounding="feedback"),
 }
 VALUES = {
     "token": TensorSpec(4, "nuq", "token", scope="layer", outliers=0.02),
@@ -63,6 +65,9 @@ def _tables(x: torch.Tensor, spec: TensorSpec) -> Tables:
     tables = Tables(torch.zeros_like(largest), largest, _levels(spec).expand(books, -1).clone())
     if spec.ranks_by_error:
         tables = tables._replace(weight=largest.square())
+    if spec.rounding == "feedback":
+        matrix, order, _ = fit_feedback(x.float() * torch.linspace(-1, 1, x.shape[-1]))
+        tables = tables._replace(feedback=matrix, order=order)
     return tables._replace(widths=_widths(largest)) if spec.levels == "mixed" else tables
 
 

@@ -39,8 +39,8 @@ def encode(
         made_up = (tables.feedback[:, j, None, :j] @ error[:, :j])[:, 0]
         wanted[:, j] = x[:, j] - made_up
         v = (wanted[:, j] - bases[:, j]) / divisors[:, j]
-        codes[:, j] = torch.searchsorted(edges[:, j], v)
-        coded = levels[:, j].gather(-1, codes[:, j]) * steps[:, j] + bases[:, j]
+        codes[:, j] = torch.searchsorted(edges[j], v)
+        coded = levels[j].gather(-1, codes[:, j]) * steps[:, j] + bases[:, j]
         error[:, j] = (coded if exact is None else torch.where(exact[:, j], wanted[:, j], coded)) - x[:, j]
     back = order.argsort(-1)
     return _by_element(codes, back, u.shape).to(torch.uint8), _by_element(wanted, back, u.shape)
@@ -61,7 +61,7 @@ def _reorder(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def _levels_by_channel(tables: Tables, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Levels [H, D, L] in coding order and the edges between them [H, D, L - 1]; infinite beyond a channel's own."""
+    """Levels [D, H, L] in coding order and the edges between them [D, H, L - 1]; infinite beyond a channel's own."""
     heads, dim = order.shape
     rows = tables.levels.repeat_interleave(heads * dim // len(tables.levels), dim=0).view(heads, dim, -1)
     if tables.widths is not None:
@@ -69,5 +69,5 @@ def _levels_by_channel(tables: Tables, order: torch.Tensor) -> tuple[torch.Tenso
         index = torch.arange(2 ** int(widths.max()), device=rows.device)
         own = rows.gather(-1, (table_offset(widths) + index).clamp_max(rows.shape[-1] - 1))
         rows = torch.where(index < 2**widths, own, torch.inf)
-    levels = _reorder(rows, order)
-    return levels, ((levels[..., 1:] + levels[..., :-1]) / 2).contiguous()
+    levels = _reorder(rows, order).transpose(0, 1).contiguous()
+    return levels, (levels[..., 1:] + levels[..., :-1]) / 2
