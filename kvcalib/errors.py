@@ -18,7 +18,7 @@ class MissingInput(KvcalibError):
 
 
 class ArtifactError(KvcalibError):
-    """A calibration file that is damaged, of another version, or made for another model."""
+    """A calibration file or saved cache that is damaged, of another version, or made for another model."""
 
 
 class UnsupportedModel(KvcalibError):

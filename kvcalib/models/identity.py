@@ -12,6 +12,7 @@ import json
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from kvcalib.models.families import attention_modules, layer_shapes, text_config
@@ -61,15 +62,24 @@ def weights_hash(model: PreTrainedModel) -> str:
     written to. Writing through `.data` leaves no trace but the values: a sample of those tells.
     """
     weights = _kv_weights(model)
-    stamp = [(w.data_ptr(), w._version, w.dtype, w.device, _sample(w)) for _, w in weights]
+    stamp = [(w.data_ptr(), w._version, w.dtype, w.device, _sample(values)) for _, w, values in weights]
     if model not in _hashes or _hashes[model][0] != stamp:
         _hashes[model] = (stamp, _hash(weights))
     return _hashes[model][1]
 
 
-def _hash(weights: list[tuple[str, torch.Tensor]]) -> str:
+def weights_sample(model: PreTrainedModel) -> str:
+    """sha256 over a sample of every weight of the model: what a cached token depends on, at no cost."""
     digest = hashlib.sha256()
-    for name, weight in weights:
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(f"{name}:{weight.dtype}:{list(weight.shape)}".encode())
+        digest.update(_sample(_values(model, name, weight)))
+    return digest.hexdigest()
+
+
+def _hash(weights: list[tuple[str, torch.Tensor, torch.Tensor]]) -> str:
+    digest = hashlib.sha256()
+    for name, _, weight in weights:
         digest.update(f"{name}:{weight.dtype}:{list(weight.shape)}".encode())
         digest.update(weight.cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
@@ -82,11 +92,19 @@ def _sample(weight: torch.Tensor) -> bytes:
     return hashlib.sha256(sample.numpy()).digest()
 
 
-def _kv_weights(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
-    """Weights of the projections of keys and values, all layers; fused ones include the queries."""
+def _kv_weights(model: PreTrainedModel) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(name, weight, its values) of the projections of keys and values, all layers; fused ones include the queries."""
     return [
-        (f"{index}.{name}", weight)
+        (f"{index}.{name}", weight, _values(layer, name, weight))
         for index, layer in attention_modules(model).items()
         for name, weight in sorted(layer.state_dict().items())
         if name.split(".")[0] in KV_WEIGHTS
     ]
+
+
+def _values(module: nn.Module, name: str, weight: torch.Tensor) -> torch.Tensor:
+    """The weight itself; where accelerate keeps it on the CPU or on disk, a meta tensor stands in the module."""
+    if weight.device.type != "meta":
+        return weight
+    owner, _, leaf = name.rpartition(".")
+    return module.get_submodule(owner)._hf_hook.weights_map[leaf]

@@ -18,6 +18,7 @@ from kvcalib.quant.spec import CacheSpec
 from kvcalib.runtime.attention import attach
 from kvcalib.runtime.layer import CalibratedLayer
 from kvcalib.runtime.memory import memory_report
+from kvcalib.runtime.persist import load_cache, save_cache
 
 
 class CalibratedCache(Cache):
@@ -36,6 +37,20 @@ class CalibratedCache(Cache):
     def from_pretrained(cls, path_or_hub_id: str | Path, model) -> "CalibratedCache":
         """path_or_hub_id: the artifact file, a folder that holds it, or a hub id."""
         return cls(load_artifact(path_or_hub_id), model)
+
+    @classmethod
+    def load(cls, path: str | Path, artifact: Artifact | str | Path, model) -> "CalibratedCache":
+        """The cache that `save` wrote, ready to go on. artifact: the one that filled it, or where that is.
+
+        Raises ArtifactError when the file is damaged, or was saved with another artifact or another model.
+        """
+        cache = cls(artifact, model) if type(artifact) is Artifact else cls.from_pretrained(artifact, model)
+        load_cache(cache.layers, cache._artifact, model, path)
+        return cache
+
+    def save(self, path: str | Path) -> Path:
+        """Writes everything the cache holds to one safetensors file, whole or not at all; see runtime/persist.py."""
+        return save_cache(self.layers, self._artifact, self._model, path)
 
     def memory_report(self) -> dict:
         """Every byte that the cache holds, and what it comes to per element; see runtime/memory.py."""

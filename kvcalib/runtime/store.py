@@ -77,6 +77,8 @@ class LayerStore:
         """key [B, H, T, D] post-RoPE, value [B, H, T, Dv], positions int64 [B, T]; all columns taken as real."""
         if self.layout is None:
             self._allocate(key, value)
+        if key.device != self.recent_key.device:  # a cache from a file
+            self._move_to(key.device)
         if key.shape[0] != self.batch:
             raise ConfigError(f"the cache holds {self.batch} rows and got {key.shape[0]}; make one for the new batch")
         start, tokens = self.recent_length, key.shape[2]
@@ -107,8 +109,6 @@ class LayerStore:
             (self.layout.heads, self.layout.key_dim, self.layout.value_dim),
         )
         assert shape == expected, f"keys and values of shape {shape}, calibrated {expected}"
-        self.key_tables, self.value_tables = self.key_tables.to(key.device), self.value_tables.to(key.device)
-        self.rope = self.rope.to(key.device)
         self.pages = torch.empty(batch, 0, self.layout.nbytes, dtype=torch.uint8, device=key.device)
         self.page_counts, self.sink_counts, self.forgotten = [0] * batch, [0] * batch, [0] * batch
         self.recent_key, self.recent_value = key[:, :, :0].clone(), value[:, :, :0].clone()
@@ -116,6 +116,13 @@ class LayerStore:
         self.waiting = torch.empty(batch, 0, dtype=torch.bool, device=key.device)
         self.positions = torch.empty(batch, 0, dtype=torch.int64, device=key.device)
         self.sink_positions, self.real = self.positions, None
+        self._move_to(key.device)
+
+    def _move_to(self, device: torch.device) -> None:
+        self.key_tables, self.value_tables = self.key_tables.to(device), self.value_tables.to(device)
+        self.rope = self.rope.to(device)
+        for name, tensor in self.tensors().items():
+            setattr(self, name, tensor.to(device))
 
     def _reserve(self, columns: int) -> None:
         """Grows the recent buffer in steps that keep appending amortised O(1)."""
@@ -302,6 +309,8 @@ class LayerStore:
             setattr(self, name, [getattr(self, name)[row] for row in index.tolist()])
 
     def reset(self) -> None:
+        for name in self.tensors():
+            setattr(self, name, None)
         self.layout, self.length = None, 0
 
 

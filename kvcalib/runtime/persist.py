@@ -1,0 +1,163 @@
+"""A filled cache as one safetensors file, so that a prefix computed once serves other processes.
+
+    tensors   layers.{i}.{name}                    what `LayerStore.tensors` names, cut to what is in use
+              layers.{i}.conv.{k}, .recurrent.{k}  the state of a linear-attention layer
+    metadata  format = "pt"
+              kvcalib_cache = JSON {version, model, weights, artifact, layers: {i: counts and flags}}
+              sha256 over that JSON and all tensors
+
+The bits of the pages are the file's own: nothing is decoded or encoded again, so a reloaded cache continues exactly as
+the saved one would have. A file belongs to one artifact and to one model, weights and dtype included.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers.cache_utils import LinearAttentionLayer
+
+from kvcalib.artifact.fingerprint import fingerprint
+from kvcalib.artifact.schema import Artifact, model_differences
+from kvcalib.errors import ArtifactError
+from kvcalib.models.identity import identity, weights_sample
+from kvcalib.quant.page import PageLayout
+from kvcalib.runtime.store import LayerStore
+
+VERSION = 1
+_METADATA_KEY = "kvcalib_cache"
+_COUNTS = ("length", "page_counts", "sink_counts", "forgotten")
+_STATES = ("conv", "recurrent")
+_FLAGS = ("number_of_states", "conv_kernel_size", "has_previous_state", "record_past")
+
+
+def save_cache(layers: list, artifact: Artifact, model, path: str | Path) -> Path:
+    """Writes beside the target and renames, so that `path` is whole or absent."""
+    tensors, described = {}, {}
+    for index, layer in enumerate(layers):
+        held, described[index] = _linear_state(layer) if _is_linear(layer) else _store_state(layer.store)
+        tensors |= {f"layers.{index}.{name}": tensor.cpu().contiguous() for name, tensor in held.items()}
+    header = json.dumps(_owner(artifact, model) | {"layers": described}, sort_keys=True)
+    path = Path(path).expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        save_file(tensors, partial, {"format": "pt", _METADATA_KEY: header, "sha256": _checksum(header, tensors)})
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def load_cache(layers: list, artifact: Artifact, model, path: str | Path) -> None:
+    """Fills the empty layers of a new cache. Raises ArtifactError with the path and what is wrong with the file."""
+    path = Path(path).expanduser()
+    header, tensors = _read(path)
+    owner = _owner(artifact, model)
+    if header["artifact"] != owner["artifact"]:
+        raise ArtifactError(f"{path} was saved with another artifact; load it with the artifact that filled the cache")
+    differences = [d.replace("artifact has", "file has") for d in model_differences(header["model"], owner["model"])]
+    if not differences and header["weights"] != owner["weights"]:
+        differences = ["some weights are not those that computed it"]
+    if differences:
+        raise ArtifactError(
+            f"{path} was saved with another model: {'; '.join(differences[:4])}; fill a new cache from the text"
+        )
+    for index, layer in enumerate(layers):
+        start = f"layers.{index}."
+        held = {name.removeprefix(start): t for name, t in tensors.items() if name.startswith(start)}
+        restore = _restore_linear if _is_linear(layer) else _restore_store
+        restore(layer, held, header["layers"][str(index)], model)
+
+
+def _read(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
+    if not path.is_file():
+        raise ArtifactError(f"no saved cache at {path}; write one with cache.save(path)")
+    try:
+        with safe_open(path, framework="pt") as handle:
+            metadata = handle.metadata() or {}
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError) as error:
+        raise ArtifactError(f"{path} is not a readable safetensors file ({error}); save the cache again") from error
+    text = metadata.get(_METADATA_KEY)
+    if text is None:
+        raise ArtifactError(f"{path} is a safetensors file but not a saved cache; cache.save(path) writes one")
+    if metadata.get("sha256") != _checksum(text, tensors):
+        raise ArtifactError(f"{path} is damaged (its checksum does not match); save the cache again")
+    header = json.loads(text)
+    if header["version"] != VERSION:
+        raise ArtifactError(
+            f"{path} has cache version {header['version']}, this kvcalib reads version {VERSION}; save the cache again"
+        )
+    return header, tensors
+
+
+def _owner(artifact: Artifact, model) -> dict:
+    return {
+        "version": VERSION,
+        "artifact": fingerprint(artifact),
+        "model": identity(model),
+        "weights": weights_sample(model),
+    }
+
+
+def _checksum(header: str, tensors: dict[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256(header.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _is_linear(layer) -> bool:
+    return type(layer) is LinearAttentionLayer
+
+
+def _store_state(store: LayerStore) -> tuple[dict[str, torch.Tensor], dict]:
+    if store.layout is None:
+        return {}, {"length": 0}
+    held = dict(store.tensors())
+    key, value = store.recent()
+    pages = store.pages[:, : max(store.page_counts)].clone()
+    for row, count in enumerate(store.page_counts):
+        pages[row, count:] = 0  # capacity that the row does not use is undefined memory
+    held |= {"recent_key": key, "recent_value": value, "pages": pages}
+    return held, {name: getattr(store, name) for name in _COUNTS}
+
+
+def _restore_store(layer, held: dict[str, torch.Tensor], counts: dict, model) -> None:
+    store: LayerStore = layer.store
+    if not held:
+        return
+    store.layout = PageLayout(store.spec, store.key_tables, store.value_tables)
+    store.real = None
+    for name, tensor in held.items():
+        setattr(store, name, tensor)
+    for name in _COUNTS:
+        setattr(store, name, counts[name])
+    layer.is_initialized = True
+
+
+def _linear_state(layer: LinearAttentionLayer) -> tuple[dict[str, torch.Tensor], dict]:
+    held = {
+        f"{name}.{k}": tensor
+        for name in _STATES
+        for k, tensor in getattr(layer, f"{name}_states").items()
+        if tensor is not None
+    }
+    return held, {name: getattr(layer, name) for name in _FLAGS}
+
+
+def _restore_linear(layer: LinearAttentionLayer, held: dict[str, torch.Tensor], flags: dict, model) -> None:
+    layer.record_past = flags["record_past"]
+    for k in range(layer.number_of_states):
+        layer.conv_kernel_size[k] = flags["conv_kernel_size"][str(k)]
+        layer.has_previous_state[k] = flags["has_previous_state"][str(k)]
+    for name, tensor in held.items():
+        kind, _, k = name.partition(".")
+        getattr(layer, f"{kind}_states")[int(k)] = tensor.to(model.device)
+        getattr(layer, f"is_{kind}_states_initialized")[int(k)] = True
+        layer.dtype, layer.device = tensor.dtype, model.device
