@@ -4,7 +4,7 @@ Nothing here is a list of supported models. A model is accepted when its attenti
 
     1. hand keys and values to `Cache.update`, and
     2. attend through transformers' ALL_ATTENTION_FUNCTIONS, so that a registered function can
-       take over,
+       take over, or have a row in TORCH_ATTENTION: theirs is torch's scaled_dot_product_attention,
 
 which is read from the code of the layer's `forward`, because the class flag
 `_supports_attention_backend` is missing on models that do both (StableLM, Qwen3-Next). How a layer
@@ -27,6 +27,9 @@ REFUSED = {
     "bloom": "its attention adds ALiBi biases, which a packed cache does not carry",
     "mpt": "its attention adds ALiBi biases, which a packed cache does not carry",
 }
+
+TORCH_ATTENTION = ("falcon",)
+"""Model types that hand what their cache returns straight to torch's scaled_dot_product_attention."""
 
 QUANTISED = ("DynamicLayer", "DynamicSlidingWindowLayer")
 LEFT_ALONE = ("LinearAttentionLayer",)
@@ -72,6 +75,11 @@ def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
     return dict(sorted(modules.items()))
 
 
+def attends_by_torch(model: PreTrainedModel) -> bool:
+    """Whether attention is a call of torch's own function, which no registered one can replace."""
+    return text_config(model).model_type in TORCH_ATTENTION
+
+
 def layer_shapes(model: PreTrainedModel) -> dict[int, LayerShape]:
     """Shape of the cached keys and values of every attention layer, by layer index."""
     return {index: _shape(model, module) for index, module in attention_modules(model).items()}
@@ -88,11 +96,14 @@ def _shape(model: PreTrainedModel, module: nn.Module) -> LayerShape:
     dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
     dim = dim or config.hidden_size // config.num_attention_heads
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    value_dim = dim
+    value_dim, query_heads = dim, None
     if hasattr(module, "k_proj") and hasattr(module, "v_proj"):
         heads = module.k_proj.out_features // dim
         value_dim = module.v_proj.out_features // heads
-    return LayerShape(heads, dim, value_dim, heads * getattr(module, "num_key_value_groups", 1))
+    if hasattr(module, "new_decoder_architecture"):  # Falcon: one key head, or one per query head
+        query_heads = module.num_heads
+        heads = 1 if module.multi_query and not module.new_decoder_architecture else query_heads
+    return LayerShape(heads, dim, value_dim, query_heads or heads * getattr(module, "num_key_value_groups", 1))
 
 
 def _caching_modules(model: PreTrainedModel) -> list[nn.Module]:
@@ -122,7 +133,7 @@ def _refuse_model(model: PreTrainedModel) -> None:
 
 def _refuse_layer(model: PreTrainedModel, index: int, module: nn.Module) -> None:
     name = type(module).__name__
-    if "ALL_ATTENTION_FUNCTIONS" not in _names_used(module):
+    if "ALL_ATTENTION_FUNCTIONS" not in _names_used(module) and not attends_by_torch(model):
         raise _refusal(
             model,
             f"layer {index} ({name}) computes attention itself, not through ALL_ATTENTION_FUNCTIONS",

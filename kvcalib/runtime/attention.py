@@ -6,6 +6,9 @@ attention function registered in their config; `kvcalib` and its variant for eag
 none, as before. The mask function of the same name is the original's own; without it masks would be None and padded
 rows wrong.
 
+Falcon calls torch's scaled_dot_product_attention by itself. It gets a `TorchHandle`, which torch asks to answer in its
+place; its attention setting stays as it is.
+
 Position ids are read by a hook on the model's rotary module, the one place through which they pass in every family
 (some models do not hand them to `Cache.update`). They are kept per thread, so two threads may use one model.
 
@@ -22,6 +25,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcalib.errors import UnsupportedModel
+from kvcalib.models.families import attends_by_torch
 
 _NAMES = {"sdpa": "kvcalib", "eager": "kvcalib_eager"}
 _attachments: "weakref.WeakKeyDictionary[torch.nn.Module, Attachment]" = weakref.WeakKeyDictionary()
@@ -31,14 +35,45 @@ _lock = threading.Lock()
 class Handle:
     """What `update` returns as key and as value: something that attends by itself."""
 
-    def attend(self, module, query, mask, base, **options) -> torch.Tensor:
-        """query [B, Hq, T, D] -> [B, T, Hq, Dv]. base(query, key, value, mask): the model's own attention."""
+    def attend(self, module, query, mask, base, **options) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """query [B, Hq, T, D] -> [B, T, Hq, Dv] and, where `base` gave them, the weights.
+
+        base(query, key, value, mask): the model's own attention.
+        """
         raise NotImplementedError
 
     @property
     def shape(self):
         """What attention code asks first; only a model that is not attached gets here."""
         raise UnsupportedModel("this CalibratedCache was made for another model; make one for this model")
+
+
+class TorchHandle:
+    """A handle that answers when a model itself calls scaled_dot_product_attention on it."""
+
+    def __init__(self, handle: Handle, key: torch.Tensor, length: int):
+        self.handle = handle
+        self.shape = (*key.shape[:2], length, key.shape[3])
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is not torch.nn.functional.scaled_dot_product_attention:
+            raise UnsupportedModel(
+                f"attention by {function.__name__} cannot read a quantised cache; load the model with"
+                " attn_implementation='sdpa' and leave output_attentions out"
+            )
+        query, handle = args[:2]
+        options = dict(kwargs)
+        mask = options.pop("attn_mask")
+
+        def base(query, key, value, mask):
+            return function(query, key, value, attn_mask=mask, **options).transpose(1, 2), None
+
+        output, _ = handle.handle.attend(None, query, mask, base, scaling=query.shape[-1] ** -0.5)
+        return output.transpose(1, 2).contiguous()
+
+    def transpose(self, *dims):
+        raise UnsupportedModel("this model computes attention weights by itself; leave output_attentions out")
 
 
 def register() -> None:
@@ -54,7 +89,7 @@ def _attention_function(original: str):
             return _original(module, original)(module, query, key, value, mask, **options)
 
         if isinstance(key, Handle):
-            return key.attend(module, query, attention_mask, base, **options), None
+            return key.attend(module, query, attention_mask, base, **options)
         return base(query, key, value, attention_mask)
 
     return attention
@@ -87,27 +122,36 @@ class Attachment:
         self.caches = 0
         self._model = weakref.ref(model)
         self._remember, self._hooks = RememberPositions(), []
+        self._by_torch = attends_by_torch(model)
         self.original = _original_name(model)
 
     def positions(self) -> torch.Tensor | None:
         """Position ids [1 or B, T] of the forward pass that runs in this thread; None before the first."""
         return getattr(self._remember.seen, "positions", None)
 
+    def handle(self, layer: Handle, key: torch.Tensor, length: int):
+        """What `update` returns for key [B, H, T, D] when `length` columns are cached."""
+        return TorchHandle(layer, key, length) if self._by_torch else layer
+
     def insist(self) -> None:
         """Takes the attention setting back if somebody has changed it under a living cache."""
         model = self._model()
-        if model is not None and model.config._attn_implementation not in _NAMES.values():
+        if model is None or self._by_torch:
+            return
+        if model.config._attn_implementation not in _NAMES.values():
             self.original = _original_name(model)
             model.set_attn_implementation(_NAMES[self.original])
 
     def switch_on(self, model) -> None:
-        model.set_attn_implementation(_NAMES[self.original])
+        if not self._by_torch:
+            model.set_attn_implementation(_NAMES[self.original])
         for module in _rotary_modules(model):
             _remove_copied_hooks(module)
             self._hooks.append(module.register_forward_pre_hook(self._remember, with_kwargs=True))
 
     def switch_off(self, model) -> None:
-        model.set_attn_implementation(self.original)
+        if not self._by_torch:
+            model.set_attn_implementation(self.original)
         for hook in self._hooks:
             hook.remove()
 
@@ -116,10 +160,11 @@ def _original_name(model) -> str:
     """The model's own attention; a copy of an attached model still has ours in its config."""
     current = model.config._attn_implementation
     own = {ours: original for original, ours in _NAMES.items()}.get(current, current)
-    if own not in _NAMES:
+    allowed = ["sdpa"] if attends_by_torch(model) else sorted(_NAMES)
+    if own not in allowed:
         raise UnsupportedModel(
             f"attention implementation {own!r} cannot read a quantised cache; "
-            f"load the model with attn_implementation set to one of {sorted(_NAMES)}"
+            f"load the model with attn_implementation set to one of {allowed}"
         )
     return own
 

@@ -7,10 +7,12 @@ model.generate(**inputs, cache=cache)
 import copy
 from pathlib import Path
 
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvcalib.artifact.io import load_artifact
 from kvcalib.artifact.schema import Artifact, LayerTables, check_model
+from kvcalib.errors import ArtifactError, UnsupportedModel
 from kvcalib.models.identity import identity
 from kvcalib.models.rotary import rotary
 from kvcalib.quant.rope import make_rope
@@ -29,6 +31,7 @@ class CalibratedCache(Cache):
     """
 
     def __init__(self, artifact: Artifact, model):
+        _check_kinds(artifact, model)
         check_model(artifact, identity(model))
         self._model, self._artifact = model, artifact
         super().__init__(layers=build_layers(model, artifact.spec, artifact.layers, attach(model, self)))
@@ -62,6 +65,24 @@ class CalibratedCache(Cache):
         shared = {id(layer.attachment): layer.attachment for layer in self.layers if type(layer) is CalibratedLayer}
         twin.layers = copy.deepcopy(self.layers, memo | shared)
         return twin
+
+
+def _check_kinds(artifact, model) -> None:
+    if not isinstance(artifact, Artifact):
+        raise ArtifactError(
+            f"CalibratedCache needs an artifact from load_artifact(path), not {type(artifact).__name__};"
+            " for a path use CalibratedCache.from_pretrained(path, model)"
+        )
+    compiled = hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
+    if compiled or hasattr(getattr(model, "forward", None), "_torchdynamo_orig_callable"):
+        raise UnsupportedModel(
+            "a model under torch.compile cannot use a CalibratedCache: a compiled graph fixes its shapes, a cache"
+            " grows; pass the model as it was before torch.compile"
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModel(
+            f"CalibratedCache needs the transformers model itself, not {type(model).__name__}; pass a PreTrainedModel"
+        )
 
 
 def build_layers(model, spec: CacheSpec, tables: dict[int, LayerTables], attachment) -> list:

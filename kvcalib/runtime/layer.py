@@ -55,7 +55,8 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         batch, _, tokens, _ = key_states.shape
         with torch.inference_mode(False), torch.no_grad():  # buffers outlive an inference_mode that ends
             self.store.append(key_states, value_states, self._positions(batch, tokens, key_states.device))
-        return self, self
+        handle = self.attachment.handle(self, key_states, self.store.length)
+        return handle, handle
 
     def _positions(self, batch: int, tokens: int, device: torch.device) -> torch.Tensor:
         positions = self.attachment.positions()
@@ -64,22 +65,27 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         assert positions.shape[-1] == tokens, f"{tokens} keys for positions {tuple(positions.shape)}"
         return positions.to(device).expand(batch, tokens)
 
-    def attend(self, module, query, mask, base, **options) -> torch.Tensor:
-        """Output [B, T, Hq, Dv]; see Handle."""
+    def attend(self, module, query, mask, base, **options) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Output [B, T, Hq, Dv] and weights; see Handle."""
         tokens = query.shape[2]
         allowed = None if mask is None else _allowed(mask, query.shape[0], self.store.length)
         with torch.inference_mode(False), torch.no_grad():
             if allowed is not None:
                 self.store.drop_padding(allowed[..., self.store.length - tokens :].any(1))
         if self.store.has_moved:
-            output = self._attend_packed(query, allowed, options)
+            output, weights = self._attend_packed(module, query, allowed, options), None
         else:
-            output, _ = base(query, *self.store.recent(), mask)
+            output, weights = base(query, *self.store.recent(), mask)
         with torch.inference_mode(False), torch.no_grad():
             self.store.flush()
-        return output
+        return output, weights
 
-    def _attend_packed(self, query: torch.Tensor, allowed: torch.Tensor | None, options: dict) -> torch.Tensor:
+    def _attend_packed(self, module, query: torch.Tensor, allowed: torch.Tensor | None, options: dict) -> torch.Tensor:
+        wanted = getattr(getattr(module, "config", None), "output_attentions", False)
+        if options.get("output_attentions", wanted):
+            raise UnsupportedModel(
+                "a quantised cache gives no attention weights; leave output_attentions out, or use quant=identity"
+            )
         for name in ("position_bias", "s_aux"):
             if options.get(name) is not None:
                 raise UnsupportedModel(f"attention with {name} cannot read a quantised cache; use quant=identity")

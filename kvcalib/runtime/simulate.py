@@ -74,16 +74,17 @@ class SimulatedLayer(CacheLayerMixin, Handle):
         if positions is None:
             positions = torch.arange(key.shape[2])[None]
         self.positions = positions.to(key.device).expand(key.shape[0], -1)
-        return self, self
+        handle = self.attachment.handle(self, key, key.shape[2])
+        return handle, handle
 
-    def attend(self, module, query, mask, base, **options) -> torch.Tensor:
+    def attend(self, module, query, mask, base, **options) -> tuple[torch.Tensor, torch.Tensor | None]:
         stale = stale_pairs(query.shape[2], self.spec, self.chunk, query.device)
         if not (self.spec.quantised and stale.any()):
-            return base(query, self.key, self.value, mask)[0]
+            return base(query, self.key, self.value, mask)
         key, value = self._quantised()
         if bool((stale | ~_past(stale)).all()):
-            return base(query, key, value, mask)[0]
-        return _attend_mixed(query, (self.key, key), (self.value, value), stale, mask, options)
+            return base(query, key, value, mask)
+        return _attend_mixed(query, (self.key, key), (self.value, value), stale, mask, options), None
 
     def _quantised(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Key and value [B, H, T, D] as they come back from pages; the sink stays exact."""

@@ -59,6 +59,8 @@ def last_module(layer, shape):
     if hasattr(layer, "qkv_proj"):
         start = shape.query_heads * dim
         return "qkv_proj", lambda out: flat(out[:, start : start + heads * dim])
+    if hasattr(layer, "_split_heads"):  # Falcon cuts its fused projection in one of three ways
+        return "query_key_value", lambda out: layer._split_heads(out[None])[1][0].transpose(0, 1)
     if hasattr(layer, "query_key_value"):
         return "query_key_value", lambda out: out.view(-1, heads, 3, dim)[:, :, 1].transpose(0, 1)
     if hasattr(layer, "c_attn"):

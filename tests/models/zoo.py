@@ -85,10 +85,12 @@ FAMILIES = {
     "granite": {},
     "smollm3": {"num_hidden_layers": 4},
     "gpt2": FUSED_HEADS,
+    "falcon": {},
+    "falcon-new": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon-heads": {"multi_query": False},
 }
 
 REFUSED = {
-    "falcon": {"num_hidden_layers": 2, "num_kv_heads": 4, **FUSED_HEADS},
     "falcon-alibi": {"alibi": True, **FUSED_HEADS},
     "bloom": {"n_layer": 2, "n_head": 4},
     "deepseek_v3": {

@@ -1,0 +1,129 @@
+"""What cannot work says so in one sentence, and what only looks as if it could not works."""
+
+import gc
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from kvcalib.errors import ArtifactError, UnsupportedModel
+from kvcalib.runtime.cache import CalibratedCache
+from tests.helpers import cache_spec, make_artifact
+from tests.models.zoo import tiny
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("llama")
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(3, 300, (1, 60), generator=torch.Generator().manual_seed(12))
+
+
+@pytest.fixture(scope="module")
+def artifact(model, ids):
+    return make_artifact(model, cache_spec(window=8, sink=2), ids)
+
+
+def compiled_outside():
+    return torch.compile(tiny("llama"))
+
+
+def compiled_in_place():
+    model = tiny("llama")
+    model.compile()
+    return model
+
+
+def compiled_forward():
+    model = tiny("llama")
+    model.forward = torch.compile(model.forward)
+    return model
+
+
+@pytest.mark.parametrize("make", [compiled_outside, compiled_in_place, compiled_forward])
+def test_a_compiled_model(artifact, make):
+    with pytest.raises(UnsupportedModel, match=r"under torch\.compile") as caught:
+        CalibratedCache(artifact, make())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("other", [None, "runs/model", torch.nn.Linear(2, 2)])
+def test_what_is_no_model(artifact, other):
+    with pytest.raises(UnsupportedModel, match=f"not {type(other).__name__}; pass a PreTrainedModel"):
+        CalibratedCache(artifact, other)
+
+
+def test_a_path_in_place_of_an_artifact(model):
+    with pytest.raises(ArtifactError, match=r"use CalibratedCache\.from_pretrained"):
+        CalibratedCache("kvcalib.safetensors", model)
+
+
+def test_an_encoder_decoder_and_latent_attention(artifact):
+    with pytest.raises(UnsupportedModel, match="'t5' is not supported: it is an encoder-decoder"):
+        CalibratedCache(artifact, tiny("t5"))
+    with pytest.raises(UnsupportedModel, match=r"compressed latent \(MLA\)"):
+        CalibratedCache(artifact, tiny("deepseek_v3"))
+
+
+def test_a_static_cache_beside_ours(model, ids, artifact):
+    """transformers refuses two caches in one call; alone, its static cache works on an attached model."""
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    cache = CalibratedCache(artifact, model)
+    with pytest.raises(ValueError, match="Passing both `cache_implementation`"):
+        model.generate(ids, cache=cache, cache_implementation="static", **options)
+    expected = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, cache_implementation="static", **options), expected)
+    static = StaticCache(config=model.config, max_cache_len=100)
+    assert torch.equal(model.generate(ids, cache=static, **options), expected)
+
+
+def test_offloading_the_cache(model, ids, artifact):
+    with pytest.raises(UnsupportedModel, match="is not offloaded"):
+        CalibratedCache(artifact, model).offload(0)
+
+
+def test_attention_weights_are_the_models_own_until_something_is_packed(ids, artifact):
+    model = tiny("llama")
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        theirs = model(ids[:, :30], cache=DynamicCache(config=model.config), output_attentions=True).attentions
+        model.config.output_attentions = True
+        cache = CalibratedCache(artifact, model)
+        ours = model(ids[:, :30], cache=cache).attentions
+        assert len(ours) == len(theirs) == 2
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        model(ids[:, 30:], cache=cache, output_attentions=False)
+        with pytest.raises(UnsupportedModel, match="gives no attention weights"):
+            model(ids[:, :1], cache=cache, output_attentions=True)
+        with pytest.raises(UnsupportedModel, match="gives no attention weights"):
+            model(ids[:, :1], cache=cache)
+
+
+def test_falcon_reads_the_packed_bits_through_torch(ids):
+    model = tiny("falcon")
+    artifact = make_artifact(model, cache_spec(window=8, sink=2), ids)
+    cache = CalibratedCache(artifact, model)
+    with torch.no_grad():
+        model(ids, cache=cache)
+        assert cache.layers[0].store.page_counts == [1]
+        assert model(ids[:, :1], cache=cache).logits.isfinite().all()
+        with pytest.raises(UnsupportedModel, match="leave output_attentions out"):
+            model(ids[:, :1], cache=cache, output_attentions=True)
+    del cache
+    gc.collect()
+    model.config._attn_implementation = "eager"
+    with pytest.raises(UnsupportedModel, match=r"'eager' cannot .* one of \['sdpa'\]"):
+        CalibratedCache(artifact, model)
+
+
+@pytest.mark.slow
+def test_a_model_compiled_around_a_living_cache_gives_the_same_numbers(ids, artifact):
+    model = tiny("llama")
+    compiled = torch.compile(model, backend="eager")
+    ours, theirs = CalibratedCache(artifact, model), CalibratedCache(artifact, model)
+    with torch.no_grad():
+        for part in ids.split(20, dim=1):
+            torch.testing.assert_close(compiled(part, cache=ours).logits, model(part, cache=theirs).logits)
