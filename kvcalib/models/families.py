@@ -26,6 +26,7 @@ from kvcalib.errors import UnsupportedModel
 REFUSED = {
     "bloom": "its attention adds ALiBi biases, which a packed cache does not carry",
     "mpt": "its attention adds ALiBi biases, which a packed cache does not carry",
+    "diffllama": "its attention takes the values apart between cache and attention function",
 }
 
 TORCH_ATTENTION = ("falcon",)
@@ -96,6 +97,7 @@ def _shape(model: PreTrainedModel, module: nn.Module) -> LayerShape:
     dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
     dim = dim or config.hidden_size // config.num_attention_heads
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads = getattr(module, "kv_heads", heads)  # GPTBigCode
     value_dim, query_heads = dim, None
     if hasattr(module, "k_proj") and hasattr(module, "v_proj"):
         heads = module.k_proj.out_features // dim
@@ -140,6 +142,8 @@ def _refuse_layer(model: PreTrainedModel, index: int, module: nn.Module) -> None
         )
     if hasattr(module, "kv_lora_rank"):
         raise _refusal(model, f"layer {index} ({name}) caches a compressed latent (MLA), not keys and values")
+    if getattr(module, "sinks", None) is not None:
+        raise _refusal(model, f"layer {index} ({name}) adds a learned sink to its scores")
     if not getattr(module, "is_causal", True):
         raise _refusal(model, f"layer {index} ({name}) is not causal")
 

@@ -24,6 +24,7 @@ its key before RoPE must come out the same from position 0 and from position 7.
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -220,7 +221,8 @@ def _pairing(layer: nn.Module, module: nn.Module, layer_type: str | None) -> str
     kwargs = {"layer_type": layer_type} if layer_type else {}
     at_one = torch.ones(1, 1, dtype=torch.long, device=key.device)
     cos, sin = probe.forward(key, at_one, **kwargs)  # not probe(...): hooks are copied too
-    theirs = apply(key, key, cos, sin)[1]
+    alone = list(inspect.signature(apply).parameters)[1] == "cos"
+    theirs = apply(key, cos, sin) if alone else apply(key, key, cos, sin)[1]
     for kind in ("half", "interleaved"):
         ours = _turn(key, scaling * inv_freq.cos(), scaling * inv_freq.sin(), kind)
         if torch.allclose(ours, theirs, atol=1e-4):

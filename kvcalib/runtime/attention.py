@@ -127,7 +127,14 @@ class Attachment:
 
     def positions(self) -> torch.Tensor | None:
         """Position ids [1 or B, T] of the forward pass that runs in this thread; None before the first."""
-        return getattr(self._remember.seen, "positions", None)
+        positions = getattr(self._remember.seen, "positions", None)
+        if positions is None or positions.dim() < 3:
+            return positions
+        if (positions != positions[:1]).any():
+            raise UnsupportedModel(
+                "positions of images and video (height, width and time) cannot be cached; pass text alone"
+            )
+        return positions[0]  # one copy for each section of the rotary embedding
 
     def handle(self, layer: Handle, key: torch.Tensor, length: int):
         """What `update` returns for key [B, H, T, D] when `length` columns are cached."""

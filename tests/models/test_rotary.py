@@ -55,7 +55,7 @@ def last_module(layer, shape):
 
     for name in ("k_norm", "k_layernorm"):
         if getattr(layer, name, None) is not None:
-            return name, (flat if type(layer).__name__.startswith("Olmo2") else by_head)
+            return name, (flat if type(layer).__name__.startswith("Olmo") else by_head)
     if hasattr(layer, "qkv_proj"):
         start = shape.query_heads * dim
         return "qkv_proj", lambda out: flat(out[:, start : start + heads * dim])
@@ -63,6 +63,8 @@ def last_module(layer, shape):
         return "query_key_value", lambda out: layer._split_heads(out[None])[1][0].transpose(0, 1)
     if hasattr(layer, "query_key_value"):
         return "query_key_value", lambda out: out.view(-1, heads, 3, dim)[:, :, 1].transpose(0, 1)
+    if hasattr(layer, "kv_heads"):  # GPTBigCode: all queries, then one key and one value head
+        return "c_attn", lambda out: flat(out[:, -2 * heads * dim : -heads * dim])
     if hasattr(layer, "c_attn"):
         return "c_attn", lambda out: flat(out.chunk(3, dim=-1)[1])
     return "k_proj", flat

@@ -90,6 +90,68 @@ FAMILIES = {
     "falcon-heads": {"multi_query": False},
 }
 
+SSM = {"num_hidden_layers": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_heads": 8, "mamba_expand": 2}
+FAMILIES |= {
+    "qwen2-bias": {},
+    "qwen3_5_text": {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+    "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2, "block_ff_dim": 96},
+    "jamba": {
+        "num_hidden_layers": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "num_experts": 4,
+        "use_mamba_kernels": False,
+        "mamba_d_state": 8,
+    },
+    "bamba": {**SSM, "attn_layer_indices": [1, 3], "mamba_n_groups": 1},
+    "granitemoehybrid": {
+        **SSM,
+        "layer_types": ["mamba", "attention"] * 2,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+        "position_embedding_type": "rope",
+    },
+    "nemotron_h": {
+        "num_hidden_layers": 4,
+        "hybrid_override_pattern": "M*M*",
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "head_dim": 16,
+    },
+    "olmo3": {"num_hidden_layers": 4, "sliding_window": 16},
+    "exaone4": {"num_hidden_layers": 4, "sliding_window": 16},
+    "starcoder2": {"sliding_window": 16},
+    "gpt_bigcode": {},
+    "gemma4_text": {
+        "num_hidden_layers": 6,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "sliding_window": 16,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 300,
+    },
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "head_dim": 16,
+    },
+}
+STATEFUL = ("qwen3_next", "qwen3_5_text", "lfm2", "jamba", "bamba", "granitemoehybrid", "nemotron_h")
+"""Families with layers that keep a state instead of keys and values; nobody can crop those."""
+
 REFUSED = {
     "falcon-alibi": {"alibi": True, **FUSED_HEADS},
     "bloom": {"n_layer": 2, "n_head": 4},
@@ -106,6 +168,13 @@ REFUSED = {
         "v_head_dim": 16,
         "first_k_dense_replace": 1,
     },
+    "gemma4_text-sharing": {
+        **FAMILIES["gemma4_text"],
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_kv_shared_layers": 2,
+    },
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 16, "sliding_window": 16},
+    "diffllama": {},
     "mamba": {"state_size": 8},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8},
     "gptj": {"rotary_dim": 8},
@@ -122,7 +191,16 @@ def tiny(family: str, **overrides):
         torch.manual_seed(0)
         model = loader.from_config(config, dtype=torch.float32).eval()
         _spread(model)
+    if family == "qwen2-bias":
+        _bias_keys(model)
     return model
+
+
+def _bias_keys(model) -> None:
+    """Three key channels of every layer far from zero, as in the models that Qwen2 released."""
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.bias[torch.tensor([1, 8, 20])] = torch.tensor([50.0, -50.0, 50.0])
 
 
 def _spread(model) -> None:
