@@ -61,7 +61,7 @@ class CalibratedLayer(CacheLayerMixin, Handle):
     def _positions(self, batch: int, tokens: int, device: torch.device) -> torch.Tensor:
         positions = self.attachment.positions()
         if positions is None:  # a model without rotary embedding: only the order matters
-            positions = torch.arange(self.store.length, self.store.length + tokens)[None]
+            return self.store.next_positions(batch, tokens).to(device)
         assert positions.shape[-1] == tokens, f"{tokens} keys for positions {tuple(positions.shape)}"
         return positions.to(device).expand(batch, tokens)
 

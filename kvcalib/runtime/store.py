@@ -49,6 +49,7 @@ class LayerStore:
         self.sliding_window, self.valid_to = sliding_window, valid_to
         self.layout: PageLayout | None = None
         self.length = 0
+        self.by_order = False
 
     @property
     def has_moved(self) -> bool:
@@ -92,10 +93,20 @@ class LayerStore:
             self.real = torch.cat([self.real, new], dim=1)
         self.length += tokens
 
+    def next_positions(self, batch: int, tokens: int) -> torch.Tensor:
+        """Positions [B, T] of the columns that come next when they are not told: the count of real tokens so far."""
+        self.by_order = True
+        known = self.layout is not None and self.real is not None
+        past = self.real.sum(1, keepdim=True) if known else torch.full((batch, 1), self.length)
+        return past + torch.arange(tokens, device=past.device)
+
     def drop_padding(self, real: torch.Tensor) -> None:
         """real bool [B, T]: which of the last T columns hold a token of the row."""
         if real.all():
             return
+        if self.by_order:
+            skipped = (~real).cumsum(1)
+            self.positions[:, -real.shape[1] :] -= skipped
         if self.real is None:
             self.real = torch.ones(self.batch, self.length, dtype=torch.bool, device=real.device)
         self.real[:, -real.shape[1] :] &= real
