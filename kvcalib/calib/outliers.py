@@ -27,6 +27,8 @@ from kvcalib.quant.spec import CacheSpec, TensorSpec
 FILE = "frames.safetensors"
 _FP8_MAX = 448.0
 _FP16_MAX = 65504.0
+_FP16_FINE = 2.0**-4
+"""A largest magnitude below this would leave the rest of the tensor among the subnormal numbers of fp16."""
 _FP16_MIDDLE = 256.0
 """Where run-time ranges put the largest magnitude seen: fp16 has 256 times more above, and below it tokens or groups
 smaller by 10^-6 keep their precision."""
@@ -68,8 +70,7 @@ def _frame(low, high, name: str, spec: TensorSpec, header: dict):
     absmax = np.maximum(np.abs(lo), np.abs(hi))
     layer_max = np.full_like(absmax, absmax.max())
     if not spec.quantised:
-        exponent = max(0, int(np.ceil(np.log2(max(absmax.max(), 1.0) / _FP16_MAX))))
-        return torch.zeros(lo.shape), torch.full(lo.shape, 2.0**exponent)
+        return torch.zeros(lo.shape), torch.full(lo.shape, _power_of_two(absmax.max()))
     if spec.levels == "fp8":
         return symmetric_frame(layer_max / _FP8_MAX)
     if spec.range in ("token", "norm"):
@@ -78,6 +79,14 @@ def _frame(low, high, name: str, spec: TensorSpec, header: dict):
         zero, scale = frame_from_bounds(lo, hi) if spec.rope == "pre" else symmetric_frame(absmax)
         return zero, scale / _FP16_MIDDLE
     return frame_from_bounds(*_thresholds(low, high, name, spec.outliers, header))
+
+
+def _power_of_two(largest: float) -> float:
+    """1 where fp16 has precision for what is up to `largest`, else what brings it there."""
+    if _FP16_FINE <= largest <= _FP16_MAX or largest == 0:
+        return 1.0
+    middle = _FP16_MAX if largest > _FP16_MAX else _FP16_MIDDLE
+    return 2.0 ** int(np.ceil(np.log2(largest / middle)))
 
 
 def _thresholds(low, high, name: str, share: float, header: dict):

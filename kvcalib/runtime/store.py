@@ -188,6 +188,11 @@ class LayerStore:
         self._check_frequencies(positions)
         key = self.recent_key[row].index_select(1, columns).transpose(0, 1)  # [T, H, D]
         value = self.recent_value[row].index_select(1, columns).transpose(0, 1)
+        if not (key.isfinite().all() and value.isfinite().all()):
+            raise UnsupportedModel(
+                f"the model gave keys or values that are NaN or infinite (positions {int(positions[0])} to "
+                f"{int(positions[-1])} of row {row}), in {key.dtype}; load it in bfloat16 or float32"
+            )
         if self.spec.key.rope == "pre":
             key = to_pre_rope(key, positions, self.rope)
         else:

@@ -87,15 +87,18 @@ def test_identity_is_left_alone(folder, tmp_path):
     assert summary["outliers_key"] == 0
 
 
-def test_values_beyond_fp16_get_a_power_of_two(tmp_path):
+@pytest.mark.parametrize("factor", [1e5, 1e-6])
+def test_values_beyond_fp16_get_a_power_of_two(tmp_path, factor):
+    """Either end: too large for it, or so small that it has only a few bits left."""
     model = tiny("llama")
-    model.model.layers[0].self_attn.v_proj.weight.data *= 1e5
+    model.model.layers[0].self_attn.v_proj.weight.data *= factor
     folder = calibrated(model, make_windows(1), tmp_path)
     none = TensorSpec(16, "none", "static")
     reader, _ = frames(folder, tmp_path, replace(none, rope="pre"), none)
     scale = reader["layers.0.value.scale"]
-    assert scale[0, 0] > 1
-    assert (sample(folder, "value") / scale).abs().max() <= 65504
+    assert (scale[0, 0] > 1) == (factor > 1)
+    assert scale[0, 0].log2() % 1 == 0
+    assert 0.05 < (sample(folder, "value") / scale).abs().max() <= 65504
 
 
 @pytest.mark.parametrize("name", ["key", "value"])

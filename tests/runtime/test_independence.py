@@ -66,7 +66,7 @@ def test_rows_of_a_padded_batch_are_their_single_runs(family, ids):
         for ours, theirs in zip(stores(both), stores(single), strict=True):
             assert ours.page_counts[row] == theirs.page_counts[0] > 0
             different = pages(ours, row) != pages(theirs)
-            assert different.float().mean() < 2e-3 if family in (*EXPERTS, *STATEFUL) else not different.any()
+            assert different.float().mean() < 0.03 if family in (*EXPERTS, *STATEFUL) else not different.any()
             assert ours.sink_counts[row] == 2
             torch.testing.assert_close(ours.sink_key[row], theirs.sink_key[0], rtol=0, atol=1e-4)
 
