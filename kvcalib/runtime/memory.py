@@ -2,7 +2,7 @@
 
 Bits per element count everything that is stored because tokens are cached: codes, scales, sparse values and
 indices, page headers, sink and window (capacity, not just what is filled), and the bookkeeping of columns. Frames and
-levels do not grow with the tokens; they are listed as `tables`.
+levels do not grow with the tokens; they are listed as `tables`, with the rotary frequencies.
 """
 
 from kvcalib.quant.spec import PAGE
@@ -14,8 +14,8 @@ def memory_report(layers: list) -> dict:
     tables = sum(
         _bytes(t)
         for layer in layers
-        for pair in (layer.store.key_tables, layer.store.value_tables)
-        for t in pair
+        for group in (layer.store.key_tables, layer.store.value_tables, layer.store.rope)
+        for t in group
         if t is not None
     )
     if not stores:
@@ -46,6 +46,7 @@ def _parts(store) -> dict:
     common = layout.common_bytes
     pages = store.pages.shape[0] * store.pages.shape[1]
     columns = _bytes(store.waiting) + _bytes(store.positions) + _bytes(store.sink_positions)
+    columns += 0 if store.real is None else _bytes(store.real)
     sizes = {}
     for name, dim in (("key", layout.key_dim), ("value", layout.value_dim)):
         exact = _bytes(getattr(store, f"sink_{name}")) + _bytes(getattr(store, f"recent_{name}"))

@@ -48,8 +48,7 @@ class LayerStore:
         self.spec, self.key_tables, self.value_tables, self.rope = spec, key_tables, value_tables, rope
         self.sliding_window, self.valid_to = sliding_window, valid_to
         self.layout: PageLayout | None = None
-        self.length = 0
-        self.by_order = False
+        self.length, self.real, self.by_order = 0, None, False
 
     @property
     def has_moved(self) -> bool:
@@ -89,9 +88,25 @@ class LayerStore:
         new = torch.ones_like(positions, dtype=torch.bool)
         self.waiting = torch.cat([self.waiting, new], dim=1)
         self.positions = torch.cat([self.positions, positions], dim=1)
-        if self.real is not None:
-            self.real = torch.cat([self.real, new], dim=1)
+        self._lengthen_real(tokens)
         self.length += tokens
+
+    @property
+    def real(self) -> torch.Tensor | None:
+        """Which columns hold a token, bool [B, length]; None while all of them do."""
+        return None if self._real is None else self._real[:, : self.length]
+
+    @real.setter
+    def real(self, real: torch.Tensor | None) -> None:
+        self._real = real
+
+    def _lengthen_real(self, tokens: int) -> None:
+        if self._real is None:
+            return
+        if self._real.shape[1] < self.length + tokens:
+            capacity = self.length + tokens + max(PAGE, self.length // 8)
+            self._real = _with_capacity(self._real, capacity, 1, self.length)
+        self._real[:, self.length : self.length + tokens] = True
 
     def next_positions(self, batch: int, tokens: int) -> torch.Tensor:
         """Positions [B, T] of the columns that come next when they are not told: the count of real tokens so far."""
