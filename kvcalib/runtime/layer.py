@@ -37,9 +37,10 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         attachment: Attachment,
         sliding_window: int | None = None,
         valid_to: int | None = None,
+        long_rope: Rope | None = None,
     ):
         super().__init__()
-        self.store = LayerStore(spec, key_tables, value_tables, rope, sliding_window, valid_to)
+        self.store = LayerStore(spec, key_tables, value_tables, rope, sliding_window, valid_to, long_rope)
         self.attachment = attachment
         self.is_sliding = sliding_window is not None
 

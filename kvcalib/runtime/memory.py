@@ -11,13 +11,7 @@ from kvcalib.quant.spec import PAGE
 def memory_report(layers: list) -> dict:
     """layers: CalibratedLayers. Bytes over all layers and rows; `tokens` columns per row (padding included)."""
     stores = [layer.store for layer in layers if layer.store.layout is not None]
-    tables = sum(
-        _bytes(t)
-        for layer in layers
-        for group in (layer.store.key_tables, layer.store.value_tables, layer.store.rope)
-        for t in group
-        if t is not None
-    )
+    tables = sum(_bytes(t) for layer in layers for t in layer.store.constants())
     if not stores:
         return {"tokens": 0, "total_bytes": tables, "tables_bytes": tables}
     parts = [_parts(store) for store in stores]

@@ -125,10 +125,10 @@ def _store_state(store: LayerStore) -> tuple[dict[str, torch.Tensor], dict]:
     for row, count in enumerate(store.page_counts):
         pages[row, count:] = 0  # capacity that the row does not use is undefined memory
     held |= {"recent_key": key, "recent_value": value, "pages": pages}
-    return held, {name: getattr(store, name) for name in _COUNTS}
+    return held, {name: getattr(store, name) for name in _COUNTS} | {"is_long": store.frequencies.is_long}
 
 
-def _restore_store(layer, held: dict[str, torch.Tensor], counts: dict, model) -> None:
+def _restore_store(layer, held: dict[str, torch.Tensor], counts: dict, _model) -> None:
     store: LayerStore = layer.store
     if not held:
         return
@@ -138,6 +138,7 @@ def _restore_store(layer, held: dict[str, torch.Tensor], counts: dict, model) ->
         setattr(store, name, tensor)
     for name in _COUNTS:
         setattr(store, name, counts[name])
+    store.frequencies.is_long = counts["is_long"]
     layer.is_initialized = True
 
 

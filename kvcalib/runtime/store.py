@@ -24,6 +24,7 @@ from kvcalib.quant.page import PageLayout, read_page, write_page
 from kvcalib.quant.rope import Rope, to_post_rope, to_pre_rope
 from kvcalib.quant.spec import PAGE, CacheSpec, Tables
 from kvcalib.runtime import rollback
+from kvcalib.runtime.frequencies import Frequencies
 
 _ROLLBACK = 64
 """Tokens that a sliding-window layer keeps beyond its window, so that a crop can take a few tokens back."""
@@ -32,8 +33,7 @@ _ROLLBACK = 64
 class LayerStore:
     """Keys and values of one layer for B rows. All tensors are on one device, in the model's dtype where exact.
 
-    sliding_window: how far a query looks back; valid_to: positions from which on the model's own rotary frequencies
-    are no longer those of `rope` (dynamic scaling), None for never.
+    sliding_window: how far a query looks back; valid_to, long_rope: see frequencies.py.
     """
 
     def __init__(
@@ -44,11 +44,16 @@ class LayerStore:
         rope: Rope,
         sliding_window: int | None = None,
         valid_to: int | None = None,
+        long_rope: Rope | None = None,
     ):
-        self.spec, self.key_tables, self.value_tables, self.rope = spec, key_tables, value_tables, rope
-        self.sliding_window, self.valid_to = sliding_window, valid_to
+        self.spec, self.key_tables, self.value_tables = spec, key_tables, value_tables
+        self.sliding_window, self.frequencies = sliding_window, Frequencies(rope, valid_to, long_rope)
         self.layout: PageLayout | None = None
         self.length, self.real, self.by_order = 0, None, False
+
+    @property
+    def rope(self) -> Rope:
+        return self.frequencies.rope
 
     @property
     def has_moved(self) -> bool:
@@ -71,12 +76,18 @@ class LayerStore:
         held = {name: getattr(self, name) for name in (*names, "waiting", "positions")}
         return held if self.real is None else held | {"real": self.real}
 
+    def constants(self) -> list[torch.Tensor]:
+        """Every tensor that does not grow: frames, levels, rotary frequencies."""
+        tables = [tensor for group in (self.key_tables, self.value_tables) for tensor in group if tensor is not None]
+        return tables + self.frequencies.tensors()
+
     # --- arrival -----------------------------------------------------------------------------------------------
 
     def append(self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor) -> None:
         """key [B, H, T, D] post-RoPE, value [B, H, T, Dv], positions int64 [B, T]; all columns taken as real."""
         if self.layout is None:
             self._allocate(key, value)
+            self.frequencies.begin(positions)
         if key.device != self.recent_key.device:  # a cache from a file
             self._move_to(key.device)
         if key.shape[0] != self.batch:
@@ -146,7 +157,7 @@ class LayerStore:
 
     def _move_to(self, device: torch.device) -> None:
         self.key_tables, self.value_tables = self.key_tables.to(device), self.value_tables.to(device)
-        self.rope = self.rope.to(device)
+        self.frequencies.to(device)
         for name, tensor in self.tensors().items():
             setattr(self, name, tensor.to(device))
 
@@ -200,7 +211,6 @@ class LayerStore:
         index = starts[:, None] + torch.arange(PAGE, device=columns.device).clamp_max(counts[:, None] - 1)
         columns = columns[index.flatten()]  # a short page is filled with copies of its last token
         positions = self.positions[row, columns]
-        self._check_frequencies(positions)
         key = self.recent_key[row].index_select(1, columns).transpose(0, 1)  # [T, H, D]
         value = self.recent_value[row].index_select(1, columns).transpose(0, 1)
         if not (key.isfinite().all() and value.isfinite().all()):
@@ -209,19 +219,13 @@ class LayerStore:
                 f"{int(positions[-1])} of row {row}), in {key.dtype}; load it in bfloat16 or float32"
             )
         if self.spec.key.rope == "pre":
+            self.frequencies.check(positions)
             key = to_pre_rope(key, positions, self.rope)
         else:
             key = key[..., self.rope.order].float()
         coded_key = quantise(key.unflatten(0, (-1, PAGE)), self.spec.key, self.key_tables)
         coded_value = quantise(value.unflatten(0, (-1, PAGE)), self.spec.value, self.value_tables)
         return write_page(coded_key, coded_value, positions[::PAGE], self.layout, counts.int())
-
-    def _check_frequencies(self, positions: torch.Tensor) -> None:
-        if self.spec.key.rope == "pre" and self.valid_to is not None and int(positions.max()) >= self.valid_to:
-            raise UnsupportedModel(
-                f"this model changes its rotary frequencies beyond {self.valid_to} tokens, and keys that are already "
-                "packed cannot follow; stay below, or calibrate with quant.key.rope=post"
-            )
 
     def _write_pages(self, row: int, data: torch.Tensor) -> None:
         start, count = self.page_counts[row], data.shape[0]

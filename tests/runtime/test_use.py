@@ -1,0 +1,189 @@
+"""The ways in which people run a model: pipeline, loop by hand, offloaded weights, threads, other caches in between."""
+
+import gc
+import threading
+import warnings
+
+import accelerate
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, pipeline
+
+from kvcalib.models.tiny import byte_tokenizer
+from kvcalib.runtime.cache import CalibratedCache
+from tests.helpers import cache_spec, make_artifact
+from tests.models.zoo import tiny
+
+OPTIONS = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("llama")
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(3, 290, (2, 80), generator=torch.Generator().manual_seed(11))
+
+
+@pytest.fixture(scope="module")
+def artifact(model, ids):
+    return make_artifact(model, cache_spec(window=8, sink=2), ids[:1])
+
+
+@pytest.fixture(scope="module")
+def expected(model, ids, artifact):
+    return model.generate(ids, cache=CalibratedCache(artifact, model), **OPTIONS)
+
+
+def test_pipeline(model, artifact):
+    generator = pipeline("text-generation", model=model, tokenizer=byte_tokenizer())
+    text = "A cache is a place where things are kept that will be used again. " * 2
+    options = {"max_new_tokens": 12, "do_sample": False}
+    exact = make_artifact(model, cache_spec("identity", "identity"), torch.arange(3, 90)[None])
+    theirs = generator(text, **options)[0]["generated_text"]
+    assert generator(text, cache=CalibratedCache(exact, model), **options)[0]["generated_text"] == theirs
+    cache = CalibratedCache(artifact, model)
+    out = generator(text, cache=cache, **options)[0]["generated_text"]
+    assert out.startswith(text)
+    assert cache.layers[0].store.page_counts[0] >= 2
+
+
+def test_a_loop_by_hand(model, ids, artifact, expected):
+    cache, row = CalibratedCache(artifact, model), ids[:1]
+    with torch.no_grad():
+        token = model(row, cache=cache, use_cache=True).logits[:, -1:].argmax(-1)
+        for _ in range(30):
+            row = torch.cat([row, token], dim=1)
+            token = model(token, cache=cache, use_cache=True).logits[:, -1:].argmax(-1)
+    assert torch.equal(row[0], expected[0])
+
+
+def test_both_names_of_the_argument(model, ids, artifact, expected):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        assert torch.equal(model.generate(ids, cache=CalibratedCache(artifact, model), **OPTIONS), expected)
+    with pytest.warns(FutureWarning, match="past_key_values"):
+        old = model.generate(ids, past_key_values=CalibratedCache(artifact, model), **OPTIONS)
+    assert torch.equal(old, expected)
+
+
+def test_the_cache_that_comes_back_is_the_one_that_went_in(model, ids, artifact):
+    cache = CalibratedCache(artifact, model)
+    out = model.generate(ids, cache=cache, return_dict_in_generate=True, **OPTIONS)
+    assert out.cache is cache
+    assert cache.get_seq_length() == 109
+
+
+def on_the_cpu(folder):
+    return accelerate.cpu_offload(tiny("llama"), execution_device="cpu")
+
+
+def on_disk(folder):
+    tiny("llama").save_pretrained(folder)
+    places = {name: "cpu" for name in ("model.embed_tokens", "model.layers.0", "model.rotary_emb", "lm_head")}
+    places |= {"model.layers.1": "disk", "model.norm": "disk"}
+    return AutoModelForCausalLM.from_pretrained(folder, device_map=places, offload_folder=folder / "offload")
+
+
+@pytest.mark.parametrize("offload", [on_the_cpu, on_disk])
+def test_offloaded_weights(ids, artifact, expected, tmp_path, offload):
+    """Weights that are not in the module have the same identity, so the artifact fits and other weights do not."""
+    model = offload(tmp_path)
+    assert any(parameter.is_meta for parameter in model.parameters())
+    cache = CalibratedCache(artifact, model)
+    assert torch.equal(model.generate(ids, cache=cache, **OPTIONS), expected)
+    path = cache.save(tmp_path / "prefix.safetensors")
+    again = CalibratedCache.load(path, artifact, tiny("llama"))
+    assert again.get_seq_length() == 109
+
+
+def test_two_threads_with_a_cache_each(model, ids, artifact):
+    alone = [model.generate(ids[row : row + 1, : 40 + 40 * row], cache=CalibratedCache(artifact, model), **OPTIONS)
+             for row in (0, 1)]  # fmt: skip
+    wrong = []
+
+    def serve(row):
+        for _ in range(6):
+            cache = CalibratedCache(artifact, model)
+            out = model.generate(ids[row : row + 1, : 40 + 40 * row], cache=cache, **OPTIONS)
+            wrong.extend([row] if not torch.equal(out, alone[row]) else [])
+
+    threads = [threading.Thread(target=serve, args=(row,)) for row in (0, 1, 0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_one_cache_used_from_one_thread_after_another(model, ids, artifact):
+    def prefill(cache, results):
+        with torch.no_grad():
+            results.append(model(ids[:, :79], cache=cache).logits)
+
+    def decode(cache, results):
+        results.append(model.generate(ids, cache=cache, **OPTIONS))
+
+    here, there = (CalibratedCache(artifact, model), []), (CalibratedCache(artifact, model), [])
+    for step in (prefill, decode):
+        step(*here)
+        thread = threading.Thread(target=step, args=there)
+        thread.start()
+        thread.join()
+    assert all(torch.equal(a, b) for a, b in zip(here[1], there[1], strict=True))
+
+
+def test_two_caches_in_turn_on_one_model(model, ids, artifact):
+    caches = [CalibratedCache(artifact, model) for _ in range(2)]
+    single = [CalibratedCache(artifact, model) for _ in range(2)]
+    with torch.no_grad():
+        parts = ids.split(9, dim=1)
+        turns = [[model(part[row : row + 1], cache=caches[row]).logits for row in (0, 1)] for part in parts]
+        for row, cache in enumerate(single):
+            for part, turn in zip(parts, turns, strict=True):
+                assert torch.equal(model(part[row : row + 1], cache=cache).logits, turn[row])
+
+
+def test_dropping_the_cache_leaves_the_model_as_it_was(ids):
+    model = tiny("gemma3_text")
+    artifact = make_artifact(model, cache_spec(window=8, sink=2), ids[:1])
+    hooks = {
+        name: len(module._forward_pre_hooks) + len(module._forward_hooks) for name, module in model.named_modules()
+    }
+    before, settings = model.generate(ids, **OPTIONS), model.config.to_dict()
+    cache = CalibratedCache(artifact, model)
+    model.generate(ids, cache=cache, **OPTIONS)
+    assert torch.equal(model.generate(ids, cache=DynamicCache(config=model.config), **OPTIONS), before)
+    del cache
+    gc.collect()
+    assert torch.equal(model.generate(ids, **OPTIONS), before)
+    assert model.config.to_dict() == settings
+    for name, module in model.named_modules():
+        assert len(module._forward_pre_hooks) + len(module._forward_hooks) == hooks[name]
+
+
+def test_the_model_is_freed_with_its_last_cache(ids, artifact):
+    import weakref
+
+    model = tiny("llama")
+    cache, gone = CalibratedCache(artifact, model), weakref.ref(model)
+    model.generate(ids[:1, :9], cache=cache, **OPTIONS)
+    del model, cache
+    gc.collect()
+    assert gone() is None
+
+
+def test_an_error_in_the_middle_leaves_both_usable(model, ids, artifact, expected):
+    cache = CalibratedCache(artifact, model)
+
+    def broken(*_):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[1].mlp.register_forward_pre_hook(broken)
+    with pytest.raises(KeyboardInterrupt), torch.no_grad():
+        model(ids, cache=cache)
+    hook.remove()
+    cache.reset()
+    assert torch.equal(model.generate(ids, cache=cache, **OPTIONS), expected)
