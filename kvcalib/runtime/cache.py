@@ -59,6 +59,12 @@ class CalibratedCache(Cache):
         """Every byte that the cache holds, and what it comes to per element; see runtime/memory.py."""
         return memory_report([layer for layer in self.layers if type(layer) is CalibratedLayer])
 
+    def __reduce_ex__(self, protocol):
+        raise UnsupportedModel(
+            "a CalibratedCache belongs to a model in this process and is not pickled; cache.save(path) writes it to a"
+            " file, copy.deepcopy makes a second one"
+        )
+
     def __deepcopy__(self, memo) -> "CalibratedCache":
         """A cache of its own over the same model and tables."""
         twin = CalibratedCache(self._artifact, self._model)

@@ -73,6 +73,7 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         with torch.inference_mode(False), torch.no_grad():
             if allowed is not None:
                 self.store.drop_padding(allowed[..., self.store.length - tokens :].any(1))
+            self.store.check_hidden(allowed, tokens)
         if self.store.has_moved:
             output, weights = self._attend_packed(module, query, allowed, options), None
         else:

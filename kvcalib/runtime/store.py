@@ -138,6 +138,20 @@ class LayerStore:
         self.real[:, -real.shape[1] :] &= real
         self.waiting[:, -real.shape[1] :] &= real
 
+    def check_hidden(self, allowed: torch.Tensor | None, tokens: int) -> None:
+        """allowed bool [B, T, length], None for all. Raises ConfigError where a token is to see what was padding."""
+        if self.real is None or tokens == self.length or not self.spec.quantised:
+            return
+        shown = ~self.real
+        if allowed is not None:
+            shown &= (allowed & self.real[:, -tokens:, None]).any(1)
+        if shown.any():
+            row, column = shown.nonzero()[0].tolist()
+            raise ConfigError(
+                f"the attention mask shows column {column} of row {row}, which it hid when that token came: a quantised"
+                " cache keeps nothing of padding; pass attention_mask in every call and hide the same columns"
+            )
+
     def _allocate(self, key: torch.Tensor, value: torch.Tensor) -> None:
         batch, heads, _, key_dim = key.shape
         self.layout = PageLayout(self.spec, self.key_tables, self.value_tables)

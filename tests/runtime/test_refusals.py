@@ -1,12 +1,14 @@
 """What cannot work says so in one sentence, and what only looks as if it could not works."""
 
+import copy
 import gc
+import pickle
 
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from kvcalib.errors import ArtifactError, UnsupportedModel
+from kvcalib.errors import ArtifactError, ConfigError, UnsupportedModel
 from kvcalib.runtime.cache import CalibratedCache
 from tests.helpers import cache_spec, make_artifact
 from tests.models.zoo import tiny
@@ -127,3 +129,26 @@ def test_a_model_compiled_around_a_living_cache_gives_the_same_numbers(ids, arti
     with torch.no_grad():
         for part in ids.split(20, dim=1):
             torch.testing.assert_close(compiled(part, cache=ours).logits, model(part, cache=theirs).logits)
+
+
+def test_a_column_that_was_padding_cannot_be_shown_later(model, ids, artifact):
+    """In pages there is nothing left of it; without quantisation there is, and the mask decides as always."""
+    mask = torch.ones_like(ids)
+    mask[:, 10:20] = 0
+    identity = make_artifact(model, cache_spec("identity", "identity"), ids)
+    step, logits = torch.full((1, 1), 60), []
+    with torch.no_grad():
+        for cache in (CalibratedCache(identity, model), DynamicCache(config=model.config)):
+            model(ids, attention_mask=mask, cache=cache)
+            logits.append(model(ids[:, :1], attention_mask=torch.ones(1, 61), position_ids=step, cache=cache).logits)
+        assert torch.equal(*logits)
+        cache = CalibratedCache(artifact, model)
+        model(ids, attention_mask=mask, cache=cache)
+        with pytest.raises(ConfigError, match="shows column 10 of row 0, which it hid"):
+            model(ids[:, :1], attention_mask=torch.ones(1, 61), position_ids=step, cache=cache)
+
+
+@pytest.mark.parametrize("write", [pickle.dumps, copy.copy])
+def test_a_pickled_cache(model, artifact, write):
+    with pytest.raises(UnsupportedModel, match=r"is not pickled; cache\.save\(path\)"):
+        write(CalibratedCache(artifact, model))
