@@ -54,7 +54,7 @@ def make_artifact(model, spec: CacheSpec, ids: torch.Tensor) -> Artifact:
 
 def _tables(x: torch.Tensor, spec: TensorSpec) -> Tables:
     """x [T, H, D]; a static frame with outliers is narrower than the data."""
-    largest = x.float().abs().amax(0)
+    largest = x.float().abs().amax(0).clamp_min(1e-6)  # a dead channel has a frame too
     if spec.levels == "fp8":
         largest = largest / 448
     if spec.range == "static" and spec.outliers:

@@ -57,7 +57,16 @@ class CalibratedCache(Cache):
 
     def memory_report(self) -> dict:
         """Every byte that the cache holds, and what it comes to per element; see runtime/memory.py."""
-        return memory_report([layer for layer in self.layers if type(layer) is CalibratedLayer])
+        return memory_report(self._ours())
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back the last -tokens_to_remove tokens of every layer, or raises and leaves all as they were."""
+        for layer in self._ours():
+            layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+
+    def _ours(self) -> list[CalibratedLayer]:
+        return [layer for layer in self.layers if type(layer) is CalibratedLayer]
 
     def __reduce_ex__(self, protocol):
         raise UnsupportedModel(
@@ -68,7 +77,7 @@ class CalibratedCache(Cache):
     def __deepcopy__(self, memo) -> "CalibratedCache":
         """A cache of its own over the same model and tables."""
         twin = CalibratedCache(self._artifact, self._model)
-        shared = {id(layer.attachment): layer.attachment for layer in self.layers if type(layer) is CalibratedLayer}
+        shared = {id(layer.attachment): layer.attachment for layer in self._ours()}
         twin.layers = copy.deepcopy(self.layers, memo | shared)
         return twin
 

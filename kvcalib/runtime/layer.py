@@ -19,6 +19,7 @@ from kvcalib.errors import UnsupportedModel
 from kvcalib.kernels import dispatch
 from kvcalib.quant.rope import Rope
 from kvcalib.quant.spec import CacheSpec, Tables
+from kvcalib.runtime import rollback
 from kvcalib.runtime.attention import Attachment, Handle
 from kvcalib.runtime.store import LayerStore
 
@@ -104,9 +105,14 @@ class CalibratedLayer(CacheLayerMixin, Handle):
     def get_max_length(self) -> int:
         return -1
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raises what `crop` would raise."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass the number of tokens to drop as a negative number")
+        rollback.check(self.store, -tokens_to_remove)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.check_crop(tokens_to_remove)
         if self.store.layout is not None and tokens_to_remove < 0:
             self.store.crop(-tokens_to_remove)
 

@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 
 
 def crop(store: LayerStore, count: int) -> None:
-    """Forgets the last `count` columns of every row.
-
-    Raises UnsupportedModel where a sliding window has already forgotten what would be needed.
-    """
+    """Forgets the last `count` columns of every row. Raises as `check` does."""
+    check(store, count)
     if count == 0:
         return
     length = store.length - count
@@ -33,6 +31,19 @@ def crop(store: LayerStore, count: int) -> None:
     kept = [_keep(store, row, _tokens_in(store, row, length)) for row in range(store.batch)]
     _shorten(store, length)
     _wait_again(store, kept)
+
+
+def check(store: LayerStore, count: int) -> None:
+    """Raises UnsupportedModel where a sliding window has forgotten what the next token would see after this crop."""
+    if store.sliding_window is None or store.layout is None:
+        return
+    for row, forgotten in enumerate(store.forgotten):
+        left = _tokens_in(store, row, max(store.length - count, 0)) - store.sink_counts[row] - forgotten
+        if forgotten and count and left < store.sliding_window - 1:
+            raise UnsupportedModel(
+                f"crop({-count}) goes back to where a layer with a sliding window of {store.sliding_window} tokens has "
+                "forgotten what it would see; start again from the text"
+            )
 
 
 def _shorten(store: LayerStore, length: int) -> None:
@@ -55,8 +66,6 @@ def _keep(store: LayerStore, row: int, tokens: int) -> tuple[torch.Tensor, torch
         columns = store.waiting[row].nonzero()[: tokens - moved, 0]
         return store.recent_key[row][:, columns], store.recent_value[row][:, columns], store.positions[row, columns]
     left = tokens - store.sink_counts[row] - store.forgotten[row]
-    if left < 0 and store.forgotten[row]:
-        raise UnsupportedModel("a layer with a sliding window has forgotten the tokens that this crop goes back to")
     if left < 0:
         store.page_counts[row], store.sink_counts[row] = 0, 0
         return store.sink_key[row, :, :tokens], store.sink_value[row, :, :tokens], store.sink_positions[row, :tokens]

@@ -260,6 +260,33 @@ def test_sliding_window_layers_stay_small():
     assert cache.get_seq_length() == 240
 
 
+@pytest.mark.parametrize("window", [0, 60])
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+def test_a_crop_within_a_sliding_window_is_right_or_refused(family, window):
+    """Whatever is left after a crop covers the window of the next token; else nothing has changed."""
+    model, artifact = tiny(family), None
+    long = torch.randint(3, 300, (1, 240), generator=torch.Generator().manual_seed(6))
+    artifact = make_artifact(model, cache_spec("static", "token", window=window, sink=2), long[:, :60])
+    refused = []
+    for count in (3, 30, 60, 90, 110, 130, 150, 200):
+        cache = CalibratedCache(artifact, model)
+        with torch.no_grad():
+            for part in long.split(40, dim=1):
+                model(part, cache=cache)
+            try:
+                cache.crop(-count)
+            except UnsupportedModel as error:
+                refused.append(str(error))
+                assert {layer.get_seq_length() for layer in cache.layers} == {240}
+                continue
+            ours = model(long[:, 240 - count :][:, :1], cache=cache).logits
+            theirs = model(long[:, : 241 - count], use_cache=False).logits[:, -1:]
+        assert (ours - theirs).abs().max() < 0.25 * theirs.abs().max()
+    assert refused
+    assert all("has forgotten what it would see" in text for text in refused)
+    assert not any("crop(-30)" in text for text in refused)
+
+
 def test_a_copy_of_an_attached_model_is_a_model_of_its_own(model, ids, artifact):
     cache = CalibratedCache(artifact, model)
     twin = copy.deepcopy(model)
