@@ -30,6 +30,10 @@ _ROLLBACK = 64
 """Tokens that a sliding-window layer keeps beyond its window, so that a crop can take a few tokens back."""
 
 
+_AT_ONCE = 16
+"""Pages that are encoded together."""
+
+
 class LayerStore:
     """Keys and values of one layer for B rows. All tensors are on one device, in the model's dtype where exact.
 
@@ -200,8 +204,7 @@ class LayerStore:
             return False
         if sink:
             self._move_sink(row, columns[:sink])
-        taken = columns[sink : sink + sum(sizes)]
-        self._write_pages(row, self._encode(row, taken, sizes))
+        self._write_pages(row, columns[sink : sink + sum(sizes)], sizes)
         self.waiting[row, columns[: sink + sum(sizes)]] = False
         if self.sliding_window is not None:
             self._forget(row)
@@ -241,13 +244,18 @@ class LayerStore:
         coded_value = quantise(value.unflatten(0, (-1, PAGE)), self.spec.value, self.value_tables)
         return write_page(coded_key, coded_value, positions[::PAGE], self.layout, counts.int())
 
-    def _write_pages(self, row: int, data: torch.Tensor) -> None:
-        start, count = self.page_counts[row], data.shape[0]
-        if start + count > self.pages.shape[1]:
-            capacity = max(start + count, self.pages.shape[1] + self.pages.shape[1] // 8)
+    def _write_pages(self, row: int, columns: torch.Tensor, sizes: list[int]) -> None:
+        """Encodes a few pages at a time, so that a long prompt needs no more memory than its pages."""
+        wanted = self.page_counts[row] + len(sizes)
+        if wanted > self.pages.shape[1]:
+            capacity = max(wanted, self.pages.shape[1] + self.pages.shape[1] // 8)
             self.pages = _with_capacity(self.pages, capacity, 1, max(self.page_counts))
-        self.pages[row, start : start + count] = data
-        self.page_counts[row] = start + count
+        for first in range(0, len(sizes), _AT_ONCE):
+            portion, start = sizes[first : first + _AT_ONCE], self.page_counts[row]
+            tokens = sum(portion)
+            self.pages[row, start : start + len(portion)] = self._encode(row, columns[:tokens], portion)
+            self.page_counts[row] = start + len(portion)
+            columns = columns[tokens:]
 
     def _forget(self, row: int) -> None:
         """Drops the pages of a row that lie behind its sliding window, a few at a time."""
