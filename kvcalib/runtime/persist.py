@@ -44,8 +44,11 @@ def save_cache(layers: list, artifact: Artifact, model, path: str | Path) -> Pat
     path = Path(path).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.touch()
+    mode = partial.stat().st_mode  # what the umask asks for; safetensors would leave it to its owner alone
     try:
         save_file(tensors, partial, {"format": "pt", _METADATA_KEY: header, "sha256": _checksum(header, tensors)})
+        partial.chmod(mode)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -70,6 +70,8 @@ def test_the_same_continuation_after_a_trip_through_a_file(family, rows, ids, tm
     assert_same_store(cache, again)
     assert again.get_seq_length() == ids.shape[1]
     assert list(tmp_path.glob("deep/*")) == [path]
+    (tmp_path / "other").touch()
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
     more = None if mask is None else torch.cat([mask, torch.ones(rows, 2, dtype=mask.dtype)], 1)
     with torch.no_grad():
         for step in range(2):

@@ -62,7 +62,7 @@ def test_three_bits_stay_close(real):
     with torch.no_grad():
         for part in ids.split(100, dim=1):
             logits, expected = model(part, cache=ours).logits, model(part, cache=theirs).logits
-    assert ours.layers[0].store.page_counts[0] >= 16
+    assert max(layer.store.page_counts[0] for layer in ours.layers) >= 16
     assert 0 < kl(logits, expected) < 0.1
 
 
