@@ -1,0 +1,118 @@
+// 16 floats in one register: AVX-512 F, BW, DQ, VL and VBMI.
+#pragma once
+#include <immintrin.h>
+
+#include "layer.h"
+
+#define KV_INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+using Vec = __m512;
+using Codes = __m512i;  // 16 codes; bits above the width may be anything
+
+enum : int { kHalves = 2, kMaxQueries = 8, kMaxTiles = 4 };
+
+KV_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
+KV_INLINE void store(float* p, Vec a) { _mm512_storeu_ps(p, a); }
+KV_INLINE Vec splat(float a) { return _mm512_set1_ps(a); }
+KV_INLINE Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+KV_INLINE Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+KV_INLINE Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+KV_INLINE Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+KV_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+KV_INLINE Vec fnma(Vec a, Vec b, Vec c) { return _mm512_fnmadd_ps(a, b, c); }
+KV_INLINE Vec vmax(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+KV_INLINE float sum(Vec a) { return _mm512_reduce_add_ps(a); }
+KV_INLINE float largest(Vec a) { return _mm512_reduce_max_ps(a); }
+KV_INLINE Vec round_even(Vec a) { return _mm512_roundscale_ps(a, 0); }
+KV_INLINE Vec times_power_of_two(Vec a, Vec n) { return _mm512_scalef_ps(a, n); }
+// a where x >= y, else b
+KV_INLINE Vec where_at_least(Vec x, Vec y, Vec a, Vec b) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_GE_OQ), b, a);
+}
+KV_INLINE Vec magnitude(Vec a) { return _mm512_abs_ps(a); }
+KV_INLINE Vec with_sign(Vec a, Vec s) {
+  const __m512i sign = _mm512_and_si512(_mm512_castps_si512(s), _mm512_set1_epi32(INT32_MIN));
+  return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(a), sign));
+}
+// a where the byte is not 0, else b
+KV_INLINE Vec where_byte(const uint8_t* bytes, Vec a, Vec b) {
+  const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
+  return _mm512_mask_blend_ps(_mm_test_epi8_mask(x, x), b, a);
+}
+KV_INLINE Vec load_half(const void* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+}
+KV_INLINE Vec load_bfloat(const void* p) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+
+KV_INLINE __m512i lanes_from(int first, int step, int high_first) {
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7);
+  const __m512i start = _mm512_mask_set1_epi32(_mm512_set1_epi32(first), 0xFF00, high_first);
+  return _mm512_add_epi32(start, _mm512_mullo_epi32(lane, _mm512_set1_epi32(step)));
+}
+KV_INLINE __m128i low8(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
+
+// The 16 codes of one half (0, 1) of a record of 32: 2 * W bytes. Nothing outside of the record is read.
+template <int W, int half>
+KV_INLINE Codes codes(const uint8_t* record) {
+  const uint8_t* p = record + half * 2 * W;
+  if constexpr (W <= 2) {
+    int32_t word = 0;
+    __builtin_memcpy(&word, p, 2 * W);
+    return _mm512_srlv_epi32(_mm512_set1_epi32(word), lanes_from(0, W, 8 * W));
+  } else if constexpr (W == 3) {  // 6 bytes: 8 are read, from inside of the record
+    const __m512i word = _mm512_broadcastq_epi64(low8(record + half * 4));
+    return _mm512_multishift_epi64_epi8(lanes_from(16 * half, W, 16 * half + 8 * W), word);
+  } else if constexpr (W == 4) {
+    return _mm512_multishift_epi64_epi8(lanes_from(0, W, 8 * W), _mm512_broadcastq_epi64(low8(p)));
+  } else {
+    const __m512i low = _mm512_broadcastq_epi64(low8(p));
+    const __m512i both = _mm512_mask_broadcastq_epi64(low, 0xF0, low8(p + 2 * W - 8));
+    return _mm512_multishift_epi64_epi8(lanes_from(0, W, 64 - 8 * W), both);
+  }
+}
+
+template <int W>
+KV_INLINE Codes clean(Codes c) {
+  return _mm512_and_si512(c, _mm512_set1_epi32((1 << W) - 1));
+}
+
+// table: 16 entries for W <= 4, else 2**W
+template <int W>
+KV_INLINE Vec look_up(Codes c, const float* table) {
+  if constexpr (W <= 4) return _mm512_permutexvar_ps(c, load(table));
+  if constexpr (W == 5) return _mm512_permutex2var_ps(load(table), c, load(table + 16));
+  return _mm512_i32gather_ps(clean<W>(c), table, 4);
+}
+
+// Lane i looks into the table that begins at table[i * entries].
+template <int W>
+KV_INLINE Vec look_up_own(Codes c, const float* table, int entries) {
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i start = _mm512_mullo_epi32(lane, _mm512_set1_epi32(entries));
+  return _mm512_i32gather_ps(_mm512_add_epi32(clean<W>(c), start), table, 4);
+}
+
+// out[token * token_step + channel * channel_step] += correction * factor[channel] for n distinct
+// positions = channel * 32 + token.
+KV_INLINE void add_sparse(float* out, const uint8_t* positions, const uint8_t* corrections, int n, const float* factor,
+                          int token_step, int channel_step) {
+  for (int i = 0; i < n; i += kLanes) {
+    const __mmask16 used = n - i >= kLanes ? 0xFFFF : static_cast<__mmask16>((1u << (n - i)) - 1);
+    const __m512i position = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(used, positions + 2 * i));
+    const __m512i token = _mm512_and_si512(position, _mm512_set1_epi32(kPage - 1));
+    const __m512i channel = _mm512_srli_epi32(position, 5);
+    const __m512i to = _mm512_add_epi32(_mm512_mullo_epi32(token, _mm512_set1_epi32(token_step)),
+                                        _mm512_mullo_epi32(channel, _mm512_set1_epi32(channel_step)));
+    const Vec x = mul(_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(used, corrections + 2 * i)),
+                      _mm512_mask_i32gather_ps(splat(0), used, channel, factor, 4));
+    const Vec old = _mm512_mask_i32gather_ps(splat(0), used, to, out, 4);
+    _mm512_mask_i32scatter_ps(out, used, to, add(old, x), 4);
+  }
+}
+
+}  // namespace
