@@ -18,7 +18,7 @@ KEY = TensorSpec(3, "nuq", "static", rope="pre", outliers=0.02, rank="error")
 VALUE = TensorSpec(3, "nuq", "token", outliers=0.02)
 IDENTITY = TensorSpec(16, "none", "static")
 KEYS = {
-    **{f"static {bits}": TensorSpec(bits, "nuq", "static", rope="pre", outliers=0.02, rank="error") for bits in range(1, 9)},
+    **{f"static {b}": TensorSpec(b, "nuq", "static", rope="pre", outliers=0.02, rank="error") for b in range(1, 9)},
     "static, post": TensorSpec(4, "uniform", "static", rope="post"),
     "static, per head": TensorSpec(3, "nuq", "static", rope="pre", books="head"),
     "static, per channel": TensorSpec(4, "nuq", "static", rope="pre", books="channel"),

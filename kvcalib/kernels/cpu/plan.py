@@ -6,8 +6,7 @@ Tables are laid out for look-ups in registers: 16 entries where a width has up t
 """
 
 import ctypes
-from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint8, c_void_p
-from itertools import groupby
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
 
 import torch
 
