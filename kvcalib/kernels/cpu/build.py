@@ -39,10 +39,24 @@ class CannotBuild(Exception):
     """No library can be had; the message says why."""
 
 
-@cache
 def library() -> ctypes.CDLL:
     """Raises CannotBuild."""
-    compiler = _compiler()
+    found = _library_or_reason()
+    if type(found) is str:
+        raise CannotBuild(found)
+    return found
+
+
+@cache
+def _library_or_reason() -> ctypes.CDLL | str:
+    """A build that fails is not tried again in the same process."""
+    try:
+        return _library(_compiler())
+    except CannotBuild as error:
+        return str(error)
+
+
+def _library(compiler: str) -> ctypes.CDLL:
     target = cache_home() / "kernels" / _key(compiler) / "kernels.so"
     try:
         with _lock(target.parent.parent):
@@ -131,7 +145,8 @@ def _compile(compiler: str, folder: Path, name: str) -> None:
     errors = [process.communicate()[1].decode(errors="replace") for process in running]
     failed = [text for process, text in zip(running, errors, strict=True) if process.returncode]
     if failed:
-        raise CannotBuild(f"{compiler} failed: {failed[0].strip().splitlines()[0]}")
+        lines = failed[0].strip().splitlines() or ["no message"]
+        raise CannotBuild(f"{compiler} failed: {next((line for line in lines if 'error' in line), lines[0])}")
     link = [compiler, "-shared", "-o", str(folder / name), *(str(folder / f"{unit}.o") for unit in commands)]
     link += [str(torch_openmp())] if torch_openmp() else []
     done = subprocess.run(link, capture_output=True, text=True, check=False)

@@ -7,6 +7,7 @@ Tables are laid out for look-ups in registers: 16 entries where a width has up t
 
 import ctypes
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
+from functools import lru_cache
 
 import torch
 
@@ -17,21 +18,28 @@ from kvcalib.quant.rotation import largest_power_of_two
 from kvcalib.quant.spec import PAGE, Tables
 
 _RANGES = {"static": 0, "group": 1, "token": 2, "norm": 2}
-_FOLDED_BITS = 5
+_NARROW_BITS = 5
 _DIGITS, _BASE = 4, 64
 """Positions are written with four digits to base 64, each with its table of cos and sin."""
 
 
 class CRun(Structure):
-    _fields_ = [("width", c_int32), ("units", c_int32)]
+    _fields_ = [
+        ("width", c_int32),
+        ("units", c_int32),
+        ("table", c_int64),
+        ("table_step", c_int32),
+        ("rotates", c_int32),
+    ]
 
 
 class CSide(Structure):
     _fields_ = [
-        *((name, c_int32) for name in ("dim", "padded", "coded", "range", "group", "cells", "folded", "channel_books")),
+        *((name, c_int32) for name in ("dim", "padded", "coded", "range", "group", "cells")),
+        *((name, c_int32) for name in ("folded", "channel_books", "narrow")),
+        ("center", c_float),
         *((f"{name}_at", c_int64) for name in ("step", "base", "corrections", "positions", "rows", "codes")),
         *((name, POINTER(c_float)) for name in ("zero", "scale", "tables")),
-        ("table_at", POINTER(c_int64)),
         ("runs", POINTER(CRun)),
         ("run_at", POINTER(c_int32)),
         ("units", POINTER(c_int32)),
@@ -89,11 +97,11 @@ class Plan:
 
     def __init__(self, layout: PageLayout, key_tables: Tables, value_tables: Tables, rope: Rope):
         self.made_from = (key_tables, value_tables, rope)
-        self.buffers: dict[str, torch.Tensor] = {}
+        self.buffers: dict[str, object] = {}
         self.struct = CLayer(heads=layout.heads, page_bytes=layout.nbytes)
+        self._rope(layout, rope)
         self._side("key", layout, key_tables)
         self._side("value", layout, value_tables)
-        self._rope(layout, rope)
         if layout.spec.value.rotation == "hadamard":
             self.struct.hadamard = largest_power_of_two(layout.value_dim)
 
@@ -116,87 +124,95 @@ class Plan:
         for frame in ("zero", "scale"):
             padded = torch.nn.functional.pad(getattr(tables, frame).float(), (0, side.padded - dim))
             self._point(side, frame, padded, f"{name}_{frame}")
-        runs = _all_runs(name, layout)
+        runs = _all_runs(name, layout, self.struct.rotating)
         if spec.quantised:
-            side.folded = name == "key" and side.range == 0 and max(run.width for run in runs) <= _FOLDED_BITS
+            side.narrow = max(run.width for run in runs) <= _NARROW_BITS
+            side.folded = name == "key" and side.range == 0 and side.narrow
             side.channel_books = name == "value" and spec.books == "channel"
-            self._tables(name, spec, tables, runs, side)
-        self._runs(name, layout, runs, side)
+            if name == "value" and spec.levels == "uniform" and side.base_at >= 0:
+                side.center = float(tables.levels.mean())
+        self._runs(name, layout, runs, tables, side)
 
-    def _tables(self, name: str, spec, tables: Tables, runs: list[Run], side: CSide) -> None:
-        """Tables of every unit, shared where equal, and where each begins."""
-        heads, dim = tables.zero.shape
-        width_unit = dim // 2 if name == "key" else TILE
-        parts, starts, known, end = [], [], {}, 0
-        for run in runs:
-            for unit in run.units:
-                groups = [[unit], [unit + width_unit]] if name == "key" else [range(unit * TILE, (unit + 1) * TILE)]
-                for channels in groups:
-                    own = tuple(min(c, dim - 1) for c in channels)
-                    key = _identity(own, run, spec, side)
-                    if key not in known:
-                        known[key] = end
-                        parts.append(_entries(own if side.channel_books else own[:1], run, tables, spec, side.folded))
-                        end += parts[-1].numel()
-                    starts.append(known[key])
-        self._point(side, "tables", torch.cat(parts), f"{name}_tables")
-        self._point(side, "table_at", torch.tensor(starts), f"{name}_table_at")
-
-    def _runs(self, name: str, layout: PageLayout, runs: list[Run], side: CSide) -> None:
-        heads, records = layout.heads, 2 if name == "key" else PAGE // 2
-        counts = [sum(run.head < head for run in runs) for head in range(heads + 1)]
-        sizes = [sum(4 * r.width * len(r.units) * records for r in runs if r.head == h) for h in range(heads)]
-        ends = torch.tensor([0, *sizes]).cumsum(0)
-        self._point(
-            side, "runs", torch.tensor([[r.width, len(r.units)] for r in runs], dtype=torch.int32), f"{name}_runs"
-        )
+    def _runs(self, name: str, layout: PageLayout, runs: list[Run], tables: Tables, side: CSide) -> None:
+        records = 2 if name == "key" else PAGE // 2
+        shared, parts, structs, end = {}, [], (CRun * len(runs))(), 0
+        for struct, run in zip(structs, runs, strict=True):
+            struct.width, struct.units = run.width, len(run.units)
+            struct.rotates = name == "key" and run.units[0] < self.struct.rotating
+            if not side.coded:
+                continue
+            key = _shared_table(run, layout.tensor_spec(name), side)
+            entries = max(16, 2**run.width)
+            struct.table, struct.table_step = shared.get(key, end), 0 if key else entries
+            if key not in shared:
+                parts.append(_entries(name, run, tables, None if key else side.folded, entries) - side.center)
+                end += parts[-1].numel()
+            if key:
+                shared[key] = struct.table
+        self.buffers[f"{name}_runs"], side.runs = structs, structs
+        self._point(side, "tables", torch.cat(parts or [torch.zeros(16)]), f"{name}_tables")
+        counts = [sum(run.head < head for run in runs) for head in range(layout.heads + 1)]
+        sizes = [sum(4 * r.width * len(r.units) * records for r in runs if r.head == h) for h in range(layout.heads)]
         self._point(side, "run_at", torch.tensor(counts, dtype=torch.int32), f"{name}_run_at")
         units = [unit for run in runs for unit in run.units]
         self._point(side, "units", torch.tensor(units, dtype=torch.int32), f"{name}_units")
-        self._point(side, "head_at", ends, f"{name}_head_at")
+        self._point(side, "head_at", torch.tensor([0, *sizes]).cumsum(0), f"{name}_head_at")
 
     def _rope(self, layout: PageLayout, rope: Rope) -> None:
         self._point(self.struct, "order", rope.order.cpu().long(), "order")
+        frequency, gain = rope.inv_freq.double().cpu(), rope.gain.double().cpu()
         if layout.spec.key.rope != "pre":
-            return
-        turning = ((rope.inv_freq != 0) | (rope.gain != 1)).nonzero()
-        pairs = int(turning.max()) + 1 if turning.numel() else 0
-        self.struct.rotating = pairs
-        frequency, gain = rope.inv_freq[:pairs].double().cpu(), rope.gain[:pairs].double().cpu()
-        angle = torch.arange(PAGE) * frequency[:, None]
-        relative = torch.stack([angle.cos(), angle.sin()], dim=1) * gain[:, None, None]
-        self._point(self.struct, "relative", relative.float(), "relative")
-        places = torch.arange(_BASE) * _BASE ** torch.arange(_DIGITS)[:, None]
-        turns = places[..., None] * frequency
-        self._point(self.struct, "turns", torch.stack([turns.cos(), turns.sin()], dim=2), "turns")
+            frequency, gain = torch.zeros_like(frequency), torch.ones_like(gain)
+        turning = ((frequency != 0) | (gain != 1)).nonzero()
+        self.struct.rotating = int(turning.max()) + 1 if turning.numel() else 0
+        relative, turns = _angles(tuple(frequency.tolist()), tuple(gain.tolist()), self.struct.rotating)
+        self._point(self.struct, "relative", relative, "relative")
+        self._point(self.struct, "turns", turns, "turns")
 
 
-def _all_runs(name: str, layout: PageLayout) -> list[Run]:
-    """The runs of every head, also where one width is used everywhere."""
+@lru_cache(maxsize=16)
+def _angles(frequency: tuple[float, ...], gain: tuple[float, ...], rotating: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`relative` and `turns` of native/layer.h; layers with the same frequencies share them."""
+    frequencies = torch.tensor(frequency, dtype=torch.float64)
+    angle = torch.arange(PAGE) * frequencies[:, None]
+    relative = torch.stack([angle.cos(), angle.sin()], dim=1) * torch.tensor(gain).double()[:, None, None]
+    places = torch.arange(_BASE) * _BASE ** torch.arange(_DIGITS)[:, None]
+    turns = places[..., None] * frequencies[:rotating]
+    return relative.float(), torch.stack([turns.cos(), turns.sin()], dim=2)
+
+
+def _all_runs(name: str, layout: PageLayout, rotating: int) -> list[Run]:
+    """The runs of every head, also for one width everywhere; pairs that rotate apart from those that do not."""
     runs = layout.key_runs if name == "key" else layout.value_runs
-    if runs:
+    if not runs:
+        units = layout.key_dim // 2 if name == "key" else -(-layout.value_dim // TILE)
+        bits = layout.tensor_spec(name).bits
+        runs = [Run(head, bits, tuple(range(units))) for head in range(layout.heads)]
+    if name == "value":
         return list(runs)
-    units = layout.key_dim // 2 if name == "key" else -(-layout.value_dim // TILE)
-    bits = layout.tensor_spec(name).bits
-    return [Run(head, bits, tuple(range(units))) for head in range(layout.heads)]
+    parts = [(run, [u for u in run.units if (u < rotating) == turning]) for run in runs for turning in (True, False)]
+    return [Run(run.head, run.width, tuple(units)) for run, units in parts if units]
 
 
-def _identity(channels: tuple[int, ...], run: Run, spec, side: CSide) -> tuple:
-    """Equal for units that can share a table."""
+def _shared_table(run: Run, spec, side: CSide) -> tuple | None:
+    """What runs that share one table have in common; None where every channel has its own."""
     if side.folded or spec.books == "channel":
-        return (run.head, channels)
-    return (run.width, run.head if spec.books == "head" else 0)
+        return None
+    return run.width, run.head if spec.books == "head" else 0
 
 
-def _entries(channels: tuple[int, ...], run: Run, tables: Tables, spec, folded: bool) -> torch.Tensor:
-    """The tables of some channels of one head, end to end, padded to the entries that a look-up expects."""
+def _entries(name: str, run: Run, tables: Tables, folded: bool | None, entries: int) -> torch.Tensor:
+    """Tables of a run, end to end. folded None: one for all; else one per channel, with or without the frame."""
     heads, dim = tables.zero.shape
-    levels = tables.levels if tables.widths is None else table_of(tables.levels, run.width)
-    row = torch.tensor([(run.head * dim + c) * levels.shape[0] // (heads * dim) for c in channels])
-    own = levels[row.to(levels.device)].float()
-    missing = 2**run.width - own.shape[1]
-    own = torch.cat([own, own[:, -1:].expand(-1, missing)], dim=1)
+    if folded is None:
+        channels = torch.tensor([run.units[0]])
+    elif name == "key":
+        channels = (torch.tensor(run.units)[:, None] + torch.tensor([0, dim // 2])).flatten()
+    else:
+        channels = (torch.tensor(run.units)[:, None] * TILE + torch.arange(TILE)).flatten().clamp_max(dim - 1)
+    levels = (tables.levels if tables.widths is None else table_of(tables.levels, run.width)).float().cpu()
+    own = levels[(run.head * dim + channels) * levels.shape[0] // (heads * dim)]
+    own = torch.cat([own, own[:, -1:].expand(-1, 2**run.width - own.shape[1])], dim=1)
     if folded:
-        channel = torch.tensor(channels, device=own.device)
-        own = own * tables.scale[run.head, channel, None] + tables.zero[run.head, channel, None]
-    return own.repeat(1, max(1, 16 // own.shape[1])).flatten().cpu()
+        own = own * tables.scale.cpu()[run.head, channels, None] + tables.zero.cpu()[run.head, channels, None]
+    return own.repeat(1, entries // own.shape[1]).flatten()

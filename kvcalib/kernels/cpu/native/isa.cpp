@@ -13,6 +13,7 @@
 #endif
 #include "tiles.h"
 #include "scores.h"
+#include "decode.h"
 #include "items.h"
 
 void KV_NAME(run_item)(const Layer& layer, const Call& call, const Split& split, const Item& item, float* scratch,

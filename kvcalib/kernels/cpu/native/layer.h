@@ -10,9 +10,13 @@ enum : int { kPage = 32, kLanes = 16 };
 enum Range : int32_t { kStatic = 0, kGroup = 1, kToken = 2 };
 
 // Consecutive stored units of one head that share a width: rotary pairs of a key, tiles of 16 channels of a value.
+// Pairs of one run are either all rotated on read or none.
 struct Run {
   int32_t width;
   int32_t units;
+  int64_t table;         // index into tables; two of every pair, or 16 of every tile, or one for all
+  int32_t table_step;    // floats from one table to the next, 0 for one that is shared
+  int32_t rotates;
 };
 
 // The keys, or the values, of a layer.
@@ -25,11 +29,12 @@ struct Side {
   int32_t cells;         // kToken: cells of one token, all heads: 1, H or H * D / group
   int32_t folded;        // tables hold level * scale + zero of their channel
   int32_t channel_books; // values: one table per channel, 16 of a tile side by side
+  int32_t narrow;        // no width above 5
+  float center;          // values: tables hold level - center, so that large levels and bases do not cancel
   int64_t step_at, base_at, corrections_at, positions_at, rows_at, codes_at;
   const float* zero;     // [H, padded]
   const float* scale;    // [H, padded]
   const float* tables;   // entries of one table: 16 (width <= 4, repeated to fill them) or 2**width
-  const int64_t* table_at;   // index into tables; keys [H, 2 * pairs] in stored order, values [H, tiles]
   const Run* runs;           // runs of head h: run_at[h] .. run_at[h + 1]
   const int32_t* run_at;     // [H + 1]
   const int32_t* units;      // [H, units]: the pair or tile that is stored there
@@ -42,7 +47,7 @@ struct Layer {
   int64_t page_bytes;
   Side key, value;
   const int64_t* order;      // [D]: model channel of a canonical channel
-  const float* relative;     // [rotating, 2, 32]: gain * cos, gain * sin of t * frequency, t < 32
+  const float* relative;     // [D / 2, 2, 32]: gain * cos, gain * sin of t * frequency, t < 32; identity after RoPE
   const double* turns;       // [4, 64, 2, rotating]: cos, sin of digit * 64**k * frequency
   int32_t hadamard;          // size of the blocks that rotate values, 0 for none
   int32_t unused;

@@ -114,14 +114,15 @@ static void all_dots(int64_t count, const float* query, int64_t query_step, floa
   dot_blocks<1>(from, count, query, query_step, tile, relative, rotating, pairs, scores, score_step);
 }
 
-// scores [width], in units of log2 -> weights, against the running maximum; out, sum: what it has so far.
-static void softmax_step(float* scores, int64_t width, float& maximum, float& total, float* out, int padded) {
+// scores [width], in units of log2 -> weights, against the running maximum; out, total, offset: what it has so far.
+static void softmax_step(float* scores, int64_t width, float& maximum, float& total, float& offset,
+                         float* out, int padded) {
   Vec top = load(scores);
   for (int64_t i = kLanes; i < width; i += kLanes) top = vmax(top, load(scores + i));
   const float block = largest(top);
   if (block > maximum) {
     const float shrink = __builtin_isinf(maximum) ? 0.0f : __builtin_exp2f(maximum - block);
-    maximum = block, total *= shrink;
+    maximum = block, total *= shrink, offset *= shrink;
     for (int c = 0; c < padded; c += kLanes) store(out + c, mul(load(out + c), splat(shrink)));
   }
   const Vec shift = splat(__builtin_isinf(maximum) ? 0.0f : maximum);

@@ -75,6 +75,12 @@ KV_INLINE Vec load_half(const void* p) {
   const __m128i* q = static_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
 }
+// 16 halves, `step` halves apart.
+KV_INLINE Vec strided_halves(const uint8_t* p, int step) {
+  alignas(32) uint16_t near[kLanes];
+  for (int i = 0; i < kLanes; ++i) __builtin_memcpy(near + i, p + 2 * static_cast<int64_t>(i) * step, 2);
+  return load_half(near);
+}
 KV_INLINE __m256 bfloat8(__m128i x) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
 }
@@ -117,21 +123,50 @@ KV_INLINE Codes codes(const uint8_t* record) {
 KV_INLINE __m256 pick(__m256 low, __m256 high, __m256i code, int bit) {
   return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(code, 31 - bit)));
 }
-KV_INLINE __m256 sixteen(__m256i c, const float* table) {
-  const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), c);
-  return pick(low, _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), c), c, 3);
+KV_INLINE __m256 sixteen(__m256i c, Vec table) {
+  return pick(_mm256_permutevar8x32_ps(table.a, c), _mm256_permutevar8x32_ps(table.b, c), c, 3);
 }
 template <int W>
-KV_INLINE __m256 look_up_eight(__m256i c, const float* table) {
-  if constexpr (W <= 3) return _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), c);
-  if constexpr (W == 4) return sixteen(c, table);
-  if constexpr (W == 5) return pick(sixteen(c, table), sixteen(c, table + 16), c, 4);
-  return _mm256_i32gather_ps(table, _mm256_and_si256(c, _mm256_set1_epi32((1 << W) - 1)), 4);
+KV_INLINE __m256 pick_eight(__m256i c, Vec low, Vec high) {
+  if constexpr (W <= 3) return _mm256_permutevar8x32_ps(low.a, c);
+  if constexpr (W == 4) return sixteen(c, low);
+  return pick(sixteen(c, low), sixteen(c, high), c, 4);
+}
+// Tables of up to 32 entries in registers; `high` is for W = 5 alone.
+template <int W>
+KV_INLINE Vec pick_from(Codes c, Vec low, Vec high) {
+  return {pick_eight<W>(c.a, low, high), pick_eight<W>(c.b, low, high)};
 }
 // table: 16 entries for W <= 4, else 2**W
 template <int W>
 KV_INLINE Vec look_up(Codes c, const float* table) {
-  return {look_up_eight<W>(c.a, table), look_up_eight<W>(c.b, table)};
+  if constexpr (W <= 4) return pick_from<W>(c, load(table), Vec{});
+  if constexpr (W == 5) return pick_from<W>(c, load(table), load(table + 16));
+  const __m256i mask = _mm256_set1_epi32((1 << W) - 1);
+  return {_mm256_i32gather_ps(table, _mm256_and_si256(c.a, mask), 4),
+          _mm256_i32gather_ps(table, _mm256_and_si256(c.b, mask), 4)};
+}
+KV_INLINE void transpose_eight(__m256& a, __m256& b, __m256& c, __m256& d) {
+  const __m256d ab = _mm256_castps_pd(_mm256_unpacklo_ps(a, b)), ab2 = _mm256_castps_pd(_mm256_unpackhi_ps(a, b));
+  const __m256d cd = _mm256_castps_pd(_mm256_unpacklo_ps(c, d)), cd2 = _mm256_castps_pd(_mm256_unpackhi_ps(c, d));
+  a = _mm256_castpd_ps(_mm256_unpacklo_pd(ab, cd)), b = _mm256_castpd_ps(_mm256_unpackhi_pd(ab, cd));
+  c = _mm256_castpd_ps(_mm256_unpacklo_pd(ab2, cd2)), d = _mm256_castpd_ps(_mm256_unpackhi_pd(ab2, cd2));
+}
+// Transposes the four 4 x 4 blocks that four rows of 16 are made of; its own inverse.
+KV_INLINE void transpose4(Vec (&r)[4]) {
+  transpose_eight(r[0].a, r[1].a, r[2].a, r[3].a);
+  transpose_eight(r[0].b, r[1].b, r[2].b, r[3].b);
+}
+// Its four quarters, `step` floats apart.
+KV_INLINE void store_quarters(float* p, int step, Vec v) {
+  _mm_storeu_ps(p, _mm256_castps256_ps128(v.a)), _mm_storeu_ps(p + step, _mm256_extractf128_ps(v.a, 1));
+  _mm_storeu_ps(p + 2 * step, _mm256_castps256_ps128(v.b)), _mm_storeu_ps(p + 3 * step, _mm256_extractf128_ps(v.b, 1));
+}
+// Each of the four floats at p four times.
+KV_INLINE Vec spread4(const float* p) {
+  const __m256 both = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));
+  return {_mm256_permutevar_ps(both, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1)),
+          _mm256_permutevar_ps(both, _mm256_setr_epi32(2, 2, 2, 2, 3, 3, 3, 3))};
 }
 
 // Lane i looks into the table that begins at table[i * entries].

@@ -76,6 +76,12 @@ KV_INLINE Vec load_half(const void* p) {
   for (int i = 0; i < kLanes; ++i) r.x[i / 4][i % 4] = half_at(static_cast<const uint8_t*>(p) + 2 * i);
   return r;
 }
+// 16 halves, `step` halves apart.
+KV_INLINE Vec strided_halves(const uint8_t* p, int step) {
+  Vec r;
+  for (int i = 0; i < kLanes; ++i) r.x[i / 4][i % 4] = half_at(p + 2 * static_cast<int64_t>(i) * step);
+  return r;
+}
 KV_INLINE Vec load_bfloat(const void* p) {
   Vec r;
   for (int i = 0; i < kLanes; ++i) {
@@ -104,6 +110,30 @@ KV_INLINE Vec look_up(const Codes& c, const float* table) {
   for (int i = 0; i < kLanes; ++i) r.x[i / 4][i % 4] = table[c.x[i]];
   return r;
 }
+// Tables of up to 32 entries; `high` is for W = 5 alone.
+template <int W>
+KV_INLINE Vec pick_from(const Codes& c, const Vec& low, const Vec& high) {
+  float table[32];
+  store(table, low), store(table + 16, high);
+  return look_up<W>(c, table);
+}
+// Transposes the four 4 x 4 blocks that four rows of 16 are made of; its own inverse.
+KV_INLINE void transpose4(Vec (&r)[4]) {
+  for (int block = 0; block < 4; ++block)
+    for (int i = 0; i < 4; ++i)
+      for (int j = 0; j < i; ++j) {
+        const float x = r[i].x[block][j];
+        r[i].x[block][j] = r[j].x[block][i];
+        r[j].x[block][i] = x;
+      }
+}
+// Its four quarters, `step` floats apart.
+KV_INLINE void store_quarters(float* p, int step, const Vec& a) {
+  for (int i = 0; i < 4; ++i) __builtin_memcpy(p + i * step, &a.x[i], sizeof a.x[i]);
+}
+// Each of the four floats at p four times.
+KV_INLINE Vec spread4(const float* p) { KV_EACH(splat4(p[i])); }
+
 // Lane i looks into the table that begins at table[i * entries].
 template <int W>
 KV_INLINE Vec look_up_own(const Codes& c, const float* table, int entries) {
