@@ -1,4 +1,4 @@
-"""Chooses the kernel that attends over packed pages.
+"""Chooses the kernels that attend over packed pages and that pack them.
 
 The environment variable KVCALIB_KERNEL names it:
 
@@ -17,6 +17,7 @@ import torch
 from kvcalib.errors import ConfigError
 from kvcalib.kernels import reference
 from kvcalib.kernels.cpu import attend as compiled
+from kvcalib.kernels.cpu import pack as compiled_pack
 from kvcalib.kernels.cpu.build import CannotBuild
 from kvcalib.kernels.packed import Packed
 
@@ -31,6 +32,14 @@ def attend(query: torch.Tensor, packed: Packed, *, scale: float, softcap: float 
     if name == "reference":
         return reference.attend(query, packed, scale=scale, softcap=softcap)
     return compiled.attend(query, packed, scale=scale, softcap=softcap, isa=name)
+
+
+def pack(key: torch.Tensor, value: torch.Tensor, *arguments) -> torch.Tensor:
+    """See `reference.pack`."""
+    name = kernel_name(key.device.type, os.environ.get(VARIABLE) or "auto")
+    if name == "reference":
+        return reference.pack(key, value, *arguments)
+    return compiled_pack.pack(key, value, *arguments, isa=name)
 
 
 @cache

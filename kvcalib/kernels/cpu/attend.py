@@ -9,15 +9,16 @@ import torch
 from kvcalib.kernels.cpu.build import library
 from kvcalib.kernels.cpu.plan import CCall, CExact, CLayer, CSide, Plan
 from kvcalib.kernels.packed import Packed
+from kvcalib.quant.page import PageLayout
 
 ISAS = {"portable": 0, "avx2": 1, "avx512": 2}
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _plans: "weakref.WeakKeyDictionary[object, Plan]" = weakref.WeakKeyDictionary()
 
 
 def supported() -> list[str]:
     """Instruction sets that this processor runs, the slowest first. Raises CannotBuild."""
-    return [name for name, number in ISAS.items() if _native().kv_supports(number)]
+    return [name for name, number in ISAS.items() if native().kv_supports(number)]
 
 
 def attend(
@@ -33,25 +34,28 @@ def attend(
     if output.numel() == 0:
         return output.to(query.dtype)
     call, _alive = call_struct(query, packed, output, scale, softcap)
-    number = ISAS[isa or _fastest()]
-    if _native().kv_attend(ctypes.byref(plan.struct), ctypes.byref(call), number):
+    number = ISAS[isa or fastest()]
+    if native().kv_attend(ctypes.byref(plan.struct), ctypes.byref(call), number):
         raise MemoryError("the attention kernel could not allocate its scratch memory")
     return output.to(query.dtype)
 
 
 def plan_of(packed: Packed) -> Plan:
     """The constants of a layer, made at its first call."""
-    plan = _plans.get(packed.layout)
-    made_from = (packed.key_tables, packed.value_tables, packed.rope)
+    return plan_for(packed.layout, packed.key_tables, packed.value_tables, packed.rope)
+
+
+def plan_for(layout: PageLayout, *made_from) -> Plan:
+    plan = _plans.get(layout)
     if plan is None or any(a is not b for a, b in zip(plan.made_from, made_from, strict=True)):
-        plan = _plans[packed.layout] = Plan(packed.layout, *made_from)
+        plan = _plans[layout] = Plan(layout, *made_from)
     return plan
 
 
 def call_struct(query: torch.Tensor, packed: Packed, output: torch.Tensor, scale: float, softcap: float | None):
     """The call as the kernel reads it, and the tensors that it points to."""
     exact = (packed.sink_key, packed.sink_value, packed.recent_key, packed.recent_value)
-    if exact[0].dtype not in _TYPES:
+    if exact[0].dtype not in FLOAT_TYPES:
         exact = tuple(t.float() for t in exact)
     exact = tuple(t if t.stride(-1) == 1 else t.contiguous() for t in exact)
     query = query if query.dtype == torch.float32 and query.stride(-1) == 1 else query.float().contiguous()
@@ -64,7 +68,7 @@ def call_struct(query: torch.Tensor, packed: Packed, output: torch.Tensor, scale
         *(output.data_ptr(), pages.data_ptr(), pages.stride(0)),
         *(packed.page_counts.data_ptr(), packed.sink_counts.data_ptr()),
         *(_exact(*exact[:2]), _exact(*exact[2:])),
-        *(exact[0].shape[2], exact[2].shape[2], _TYPES[exact[0].dtype], torch.get_num_threads()),
+        *(exact[0].shape[2], exact[2].shape[2], FLOAT_TYPES[exact[0].dtype], torch.get_num_threads()),
         *(recent.data_ptr(), *recent.stride()[:2]),
         *((moved.data_ptr(), *moved.stride()[:2]) if moved is not None else (None, 0, 0)),
         *(scale, softcap or 0.0),
@@ -81,7 +85,7 @@ def _dense(mask: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _native() -> ctypes.CDLL:
+def native() -> ctypes.CDLL:
     """The library, after a check that both sides see the same structs."""
     lib = library()
     lib.kv_sizes.restype = ctypes.c_int64
@@ -91,5 +95,5 @@ def _native() -> ctypes.CDLL:
 
 
 @cache
-def _fastest() -> str:
+def fastest() -> str:
     return supported()[-1]

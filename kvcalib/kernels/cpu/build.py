@@ -83,6 +83,8 @@ def objects() -> dict[str, list[str]]:
     """Source and flags of every object: the item loop once per instruction set, and the C interface."""
     variants = {"portable": ["-DKV_ISA=0"]} | (_X86 if platform.machine() in ("x86_64", "AMD64") else {})
     units = {name: ["isa.cpp", *_COMMON, *flags] for name, flags in variants.items()}
+    exact = ["-ffp-contract=off"]  # bytes must not depend on the instruction set
+    units |= {f"pack_{name}": ["pack.cpp", *_COMMON, *flags, *exact] for name, flags in variants.items()}
     return units | {"entry": ["entry.cpp", *_COMMON, *(["-fopenmp"] if torch_openmp() else [])]}
 
 

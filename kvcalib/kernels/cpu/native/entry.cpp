@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "layer.h"
+#include "pack.h"
 
 #if defined(__x86_64__)
 #define KV_X86 1
@@ -12,7 +13,9 @@
 
 #define KV_DECLARE(isa)                                                                              \
   void run_item_##isa(const Layer&, const Call&, const Split&, const Item&, float* scratch, float*); \
-  int64_t scratch_size_##isa(const Layer&, int64_t queries);
+  int64_t scratch_size_##isa(const Layer&, int64_t queries);                                         \
+  void pack_page_##isa(const Layer&, const Pack&, const PackCall&, int64_t, uint8_t*);               \
+  int64_t pack_bytes_##isa(const Layer&);
 KV_DECLARE(portable)
 #ifdef KV_X86
 KV_DECLARE(avx2)
@@ -26,15 +29,17 @@ enum Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
 struct Functions {
   RunItem run;
   int64_t (*scratch)(const Layer&, int64_t);
+  void (*pack)(const Layer&, const Pack&, const PackCall&, int64_t, uint8_t*);
+  int64_t (*pack_bytes)(const Layer&);
 };
 
 Functions functions_of(int isa) {
 #ifdef KV_X86
-  if (isa == kAvx512) return {run_item_avx512, scratch_size_avx512};
-  if (isa == kAvx2) return {run_item_avx2, scratch_size_avx2};
+  if (isa == kAvx512) return {run_item_avx512, scratch_size_avx512, pack_page_avx512, pack_bytes_avx512};
+  if (isa == kAvx2) return {run_item_avx2, scratch_size_avx2, pack_page_avx2, pack_bytes_avx2};
 #endif
   (void)isa;
-  return {run_item_portable, scratch_size_portable};
+  return {run_item_portable, scratch_size_portable, pack_page_portable, pack_bytes_portable};
 }
 
 struct Floats {
@@ -98,7 +103,7 @@ KV_EXPORT int kv_supports(int isa) {
 }
 
 // Sizes of the structs, for a check that ctypes sees the same ones.
-KV_EXPORT int64_t kv_sizes(int which) { return which == 0 ? sizeof(Layer) : which == 1 ? sizeof(Call) : sizeof(Side); }
+KV_EXPORT int64_t kv_sizes(int which) { return which == 0 ? sizeof(Layer) : which == 1 ? sizeof(Call) : which == 2 ? sizeof(Side) : which == 3 ? sizeof(Pack) : sizeof(PackCall); }
 
 // 0, or 1 where memory ran out.
 KV_EXPORT int kv_attend(const Layer* layer, const Call* call, int isa) {
@@ -122,6 +127,21 @@ KV_EXPORT int kv_attend(const Layer* layer, const Call* call, int isa) {
     for (int64_t g; !failed && (g = next_group++) < groups;)
       merge(*layer, *call, s, item_of(g * s.slots, *layer, *call, s), partials.p + g * s.slots * partial_floats,
             partial_floats);
+  }
+  return failed;
+}
+
+// 0, or 1 where memory ran out.
+KV_EXPORT int kv_pack(const Layer* layer, const Pack* pack, const PackCall* call, int isa) {
+  const Functions f = functions_of(isa);
+  std::atomic<int64_t> next{0};
+  std::atomic<int> failed{0};
+#pragma omp parallel if (call->threads > 1 && call->pages > 1)
+  {
+    Floats memory(f.pack_bytes(*layer) / 4 + 1);
+    if (!memory.p) failed = 1;
+    for (int64_t i; !failed && (i = next++) < call->pages;)
+      f.pack(*layer, *pack, *call, i, reinterpret_cast<uint8_t*>(memory.p));
   }
   return failed;
 }
