@@ -223,7 +223,9 @@ class LayerStore:
         """allowed bool [B, T, length]: may query t see column j; None: the past and itself. tokens = T."""
         key, value = self.recent()
         device = key.device
-        if allowed is None:
+        if allowed is None and tokens == 1:
+            visible = None  # a single query comes after everything that is there
+        elif allowed is None:
             ahead = torch.arange(self.recent_length, device=device) - (self.recent_length - tokens)
             visible = (ahead <= torch.arange(tokens, device=device)[:, None]).expand(self.batch, -1, -1)
         else:
@@ -236,7 +238,7 @@ class LayerStore:
             sink_counts=torch.tensor(self.sink_counts, device=device),
             recent_key=key,
             recent_value=value,
-            recent_visible=visible & self.waiting[:, None, :],
+            recent_visible=self.waiting[:, None, :] if visible is None else visible & self.waiting[:, None, :],
             moved_visible=None if allowed is None else self._moved_visible(allowed),
             layout=self.layout,
             key_tables=self.key_tables,
