@@ -61,12 +61,14 @@ def bench(
         log.warning("bench: other programs are using %.1f of %d cores; timings will say so", before, found["cores"])
     training, start = model.training, time.perf_counter()
     model.eval()
-    sections = {
-        "attention": _attention(model, artifact, shapes, formats, lengths, batches, rounds, seed, progress),
-        **_caches(model, artifact, ids, peers, contexts, batches, prefill, steps, rounds, progress),
-        "calibration": _calibration(model, calibration, rounds, progress),
-    }
-    model.train(training)
+    try:
+        sections = {
+            "attention": _attention(model, artifact, shapes, formats, lengths, batches, rounds, seed, progress),
+            **_caches(model, artifact, ids, peers, contexts, batches, prefill, steps, rounds, progress),
+            "calibration": _calibration(model, calibration, rounds, progress),
+        }
+    finally:
+        model.train(training)
     during = watch.others()
     found |= {"others_during": during, "disturbed": during is not None and during > BUSY_CORES}
     found |= {"seconds": time.perf_counter() - start}
