@@ -24,7 +24,7 @@ def conditions(model) -> dict:
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "kernel": kernel_path(),
+        "kernel": kernel_path(model.device.type),
         "torch": torch.__version__,
         "torch_cpu": torch.backends.cpu.get_cpu_capability(),
         "transformers": transformers.__version__,
@@ -37,9 +37,9 @@ def conditions(model) -> dict:
     }
 
 
-def kernel_path() -> str:
-    """Which code attends over packed pages here."""
-    return "torch reference" if dispatch.attend.__module__.endswith("reference") else dispatch.describe()
+def kernel_path(device: str) -> str:
+    """Which code attends over packed pages on a kind of device: "reference" or an instruction set."""
+    return dispatch.kernel_name(device, os.environ.get(dispatch.VARIABLE) or "auto")
 
 
 class Watch:
