@@ -86,7 +86,7 @@ class Passes:
 def _packing(contender: Contender, states: States, length: int) -> float:
     """Seconds to store a prompt, attention and everything else left out."""
     start = time.perf_counter()
-    with torch.inference_mode():
+    with torch.no_grad():
         filled(contender, states, length, 1)
     return time.perf_counter() - start
 
