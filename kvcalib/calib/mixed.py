@@ -125,7 +125,9 @@ def _per_unit(channel: torch.Tensor, name: str) -> torch.Tensor:
 
 def _fit_tables(points: Points, tables: Tables, widest: int) -> torch.Tensor:
     """Levels [1, tables of 1 to widest bits]; a width that no channel has is fitted to all."""
-    v, weight, kept = (x.numpy() for x in (points.v, points.weight, points.kept))  # numpy's masks are several times faster here than torch's
+    v, weight, kept = (
+        x.numpy() for x in (points.v, points.weight, points.kept)
+    )  # numpy's masks are several times faster here than torch's
     widths, whole, rows = tables.widths.numpy(), None, []
     for width in range(1, widest + 1):
         own = kept & (widths == width)

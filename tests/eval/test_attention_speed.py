@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvcalib.eval import attention_speed as module
+from kvcalib.eval import timing
 from kvcalib.eval.attention_speed import Case, attention_speed, full_precision, packed_store, unpacked
 from kvcalib.eval.synthetic import Shape
 from tests.helpers import cache_spec, make_artifact
@@ -17,7 +18,9 @@ def artifact(request, model, windows):
 
 
 @pytest.fixture
-def measure(artifact):
+def measure(artifact, monkeypatch):
+    monkeypatch.setattr(timing, "SAMPLE_SECONDS", 0.0)  # one call a sample: no test looks at a time
+
     def run(case=CASE, formats=("quant", "group4", "group2", "post4")):
         return attention_speed(artifact, [case], list(formats), rounds=1, seed=0, ticker=lambda steps: None)
 

@@ -8,7 +8,7 @@ import torch
 
 from kvcalib.errors import ConfigError
 from kvcalib.eval import contenders as peers_module
-from kvcalib.eval import decode_speed, prefill_speed, speed
+from kvcalib.eval import decode_speed, prefill_speed, speed, timing
 from kvcalib.eval.speed import bench, capped, parse_shapes
 from tests.helpers import cache_spec, make_artifact
 from tests.models.zoo import tiny
@@ -33,6 +33,7 @@ SETTINGS = {
 @pytest.fixture
 def run(model, windows, progress, monkeypatch):
     monkeypatch.setattr(speed, "others_now", lambda: 0.0)
+    monkeypatch.setattr(timing, "SAMPLE_SECONDS", 0.0)  # one call a sample: no test looks at a time
     artifact = make_artifact(model, cache_spec(window=16, sink=4), windows[:1])
 
     def call(model=model, **settings):
