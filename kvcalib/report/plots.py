@@ -64,8 +64,9 @@ def by_context(
     """One line per entry of (tokens, value) points; contexts double from tick to tick."""
     png = io.BytesIO()
     with _axes(png, width=7.4) as axes:
-        for name, points in series.items():
-            axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=name)
+        for number, (name, points) in enumerate(series.items()):
+            style = ("-", "--")[number % 2]  # one that covers another lets it be seen
+            axes.plot(*zip(*sorted(points), strict=True), style, marker="o", markersize=3, label=name)
         contexts = sorted({context for points in series.values() for context, _ in points})
         axes.set_xscale("log", base=2)
         axes.set_xticks(contexts, [f"{context:,}" for context in contexts], minor=False)

@@ -119,6 +119,7 @@ def decode_table(bench: dict) -> Table:
         "context",
         "cache",
         "ms per step",
+        "CPU ms",
         "tokens/s",
         "MiB held",
         "ms due to the cache",
@@ -129,13 +130,14 @@ def decode_table(bench: dict) -> Table:
         for name, row in found.items():
             case = (batch, f"{context:,}", label(name, bench))
             if "missing" in row:
-                rows.append((*case, row["missing"], *[""] * 4))
+                rows.append((*case, row["missing"], *[""] * 5))
                 continue
             due, times = cache_part(found, name), ratio(found, "full", name)
             rows.append(
                 (
                     *case,
                     spread(row),
+                    f"{row['cpu_ms']:.1f}",
                     f"{row['tokens_per_second']:.1f}",
                     f"{row['bytes'] / MIB:.1f}",
                     "" if due is None else f"{due:.1f}",

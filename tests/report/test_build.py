@@ -74,7 +74,7 @@ BENCH = {
     "decode": [
         {
             **{"batch": 1, "context": context, "contender": "kvcalib", "tokens_per_second": 42.0, "bytes": 2**20},
-            **{"ms": 24.0, "ms_q1": 23.0, "ms_q3": 25.0},
+            **{"ms": 24.0, "ms_q1": 23.0, "ms_q3": 25.0, "cpu_ms": 30.0},
         }
         for context in (512, 2048)
     ],
@@ -88,7 +88,7 @@ def test_speed_is_shown_where_it_was_measured(run_dir):
     (run_dir / "bench" / "bench.json").write_text(json.dumps(BENCH))
     assert build(run_dir)["figures"] == before + 2
     page = (run_dir / "report" / "report.md").read_text()
-    assert "| 1 | 2,048 | kvcalib | 24.0 (23.0-25.0) | 42.0 |" in page
+    assert "| 1 | 2,048 | kvcalib | 24.0 (23.0-25.0) | 30.0 | 42.0 |" in page
     assert "A processor, 2 of 4 cores" in page
 
 

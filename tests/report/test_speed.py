@@ -89,7 +89,7 @@ def test_a_case_that_was_left_out_says_why(bench):
 
 def test_decoding_shows_speed_size_and_the_share_of_the_cache(bench):
     rows = {(row[1], row[2]): row for row in decode_table(bench).rows}
-    assert rows["4,096", "kvcalib"][3:] == ("100.0 (99.9-100.1)", "10.0", "41.0", "5.0", "1.50")
+    assert rows["4,096", "kvcalib"][3:] == ("100.0 (99.9-100.1)", "100.0", "10.0", "41.0", "5.0", "1.50")
     assert rows["512", "quanto, 4 bit"][3] == "pip install optimum-quanto"
     assert rows["512", "without a context"][-2:] == ("", "")
 
