@@ -125,6 +125,7 @@ def run_cell(composed: DictConfig) -> tuple[str, dict]:
     """One run, alone or as a cell of a sweep; returns its name and metrics."""
     from kvcalib import pipeline, stages
     from kvcalib.records import read_json
+    from kvcalib.report import speed
     from kvcalib.report.tables import overview
     from kvcalib.session import Session
 
@@ -136,6 +137,8 @@ def run_cell(composed: DictConfig) -> tuple[str, dict]:
     folders = {name: (str(result.path), result.describe()) for name, result in done.items()}
     if HydraConfig.get().mode is RunMode.MULTIRUN:
         print(f"\n== {settings.name}")
+    if "bench" in done:
+        print(speed.text(read_json(done["bench"].path / "bench.json")), end="\n\n")
     print(overview(metrics, folders, exact=_exact(settings)))
     return settings.name, metrics
 

@@ -18,10 +18,12 @@ from typing import Any, get_type_hints
 
 from kvcalib.errors import ConfigError
 
-STAGES = ("collect", "fisher", "outliers", "codebooks", "export", "evaluate", "report")
+STAGES = ("collect", "fisher", "outliers", "codebooks", "export", "evaluate", "bench", "report")
 PAGE = 32
 MAX_OUTLIERS = 0.025
 SHORTEST_NEEDLE = 16
+TIMED_EXACT = 132
+"""Sink and window of the formats that `bench.formats` names."""
 
 
 def _choice(name: str, *allowed: str) -> type[Enum]:
@@ -42,6 +44,8 @@ Rank = _choice("Rank", "error", "range")
 Rotation = _choice("Rotation", "none", "hadamard")
 Rounding = _choice("Rounding", "nearest", "feedback")
 Solver = _choice("Solver", "kmeans", "exact")
+Timed = _choice("Timed", "quant", "group4", "group2", "post4")
+Peer = _choice("Peer", "full", "bfloat16", "quanto4", "quanto2", "hqq4", "hqq2")
 
 
 @dataclass
@@ -130,6 +134,22 @@ class EvalSettings:
 
 
 @dataclass
+class BenchSettings:
+    """What is timed: attention alone (first four), whole steps of generate, prompts, calibration."""
+
+    shapes: list[str]
+    formats: list[Timed]
+    lengths: list[int]
+    batches: list[int]
+    contexts: list[int]
+    peers: list[Peer]
+    prefill: list[int]
+    steps: int
+    rounds: int
+    calibration: int
+
+
+@dataclass
 class Settings:
     """The whole configuration of one run."""
 
@@ -144,6 +164,7 @@ class Settings:
     quant: QuantSettings
     stage: StageSettings
     eval: EvalSettings
+    bench: BenchSettings
 
 
 def known_keys(kind: type = Settings, prefix: str = "") -> Iterator[str]:
@@ -197,6 +218,7 @@ def problems(settings: Settings) -> Iterator[str]:
     yield from _at_least("quant.sink", settings.quant.sink, 0)
     yield from _budget_problems(settings.quant)
     yield from _eval_problems(settings)
+    yield from _bench_problems(settings)
 
 
 def _run_problems(settings: Settings) -> Iterator[str]:
@@ -287,6 +309,29 @@ def _eval_problems(settings: Settings) -> Iterator[str]:
         yield from _within_context("eval.needle_lengths", length, settings.model.context)
     if any(not 0 <= depth <= 1 for depth in ev.needle_depths):
         yield f"eval.needle_depths={ev.needle_depths} must lie between 0 and 1"
+
+
+def _bench_problems(settings: Settings) -> Iterator[str]:
+    bench, quant = settings.bench, settings.quant
+    shortest = max(quant.sink + quant.window, TIMED_EXACT) + PAGE
+    for key, least in {"lengths": shortest, "batches": 1, "contexts": 1, "prefill": 1}.items():
+        for value in getattr(bench, key):
+            yield from _at_least(f"bench.{key}", value, least)
+    for key, least in {"steps": 1, "rounds": 1, "calibration": 0}.items():
+        yield from _at_least(f"bench.{key}", getattr(bench, key), least)
+    for shape in bench.shapes:
+        if shape != "model" and not _is_shape(shape):
+            yield (
+                f"bench.shapes={shape!r} must be model, or query heads / kv heads / channels such as 32/8/128, "
+                "where the second divides the first and the last is even"
+            )
+    if bench.contexts and not bench.batches:
+        yield "bench.batches=[] leaves nothing to time: give some, such as [1]"
+
+
+def _is_shape(text: str) -> bool:
+    numbers = [int(part) for part in text.split("/") if re.fullmatch("[1-9][0-9]{0,3}", part)]
+    return len(numbers) == 3 == len(text.split("/")) and numbers[0] % numbers[1] == 0 and numbers[2] % 2 == 0
 
 
 def _nothing_quantised(settings: Settings) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The stage table: what each stage reads, and its call with plain arguments.
 
     collect --> outliers --> codebooks --> export --> evaluate --> report
-    fisher  ----------------^
+    fisher  ----------------^                  '--> bench
 
 A configuration object goes no further down than this file. The modules that do the work are
 imported inside the functions that call them, so that composing a configuration loads no torch.
@@ -117,6 +117,10 @@ def _evaluate_reads(settings: Settings) -> dict:
     }
 
 
+def _bench_reads(settings: Settings) -> dict:
+    return {"bench": plain(settings.bench), "threads": settings.threads}
+
+
 def _report_reads(settings: Settings) -> dict:
     bench = records.finished(Path(settings.run_dir), "bench")
     return {"name": settings.name, "bench": bench.record["fingerprint"] if bench else None}
@@ -223,6 +227,12 @@ def _evaluate(session: Session, task: Task) -> dict:
     return {key: value for key, value in metrics.items() if isinstance(value, int | float)}
 
 
+def _bench(session: Session, task: Task) -> dict:
+    from kvcalib.benchmark import benchmark
+
+    return benchmark(session, task, [stage.name for stage in TABLE])
+
+
 def _report(session: Session, task: Task) -> dict:
     from kvcalib.report.build import build
 
@@ -245,12 +255,16 @@ def _check_evaluate(session: Session) -> None:
 def prepare(session: Session, names: list[str]) -> None:
     """Load what the stages `names` will need, and refuse what cannot work, before the first of them runs."""
     wanted = set(names)
-    if wanted & {"collect", "fisher", "export", "evaluate"}:
+    if wanted & {"collect", "fisher", "export", "evaluate", "bench"}:
         session.check_format()
     if wanted & {"collect", "fisher"}:
         _ = session.calibration
     if "evaluate" in wanted:
         _check_evaluate(session)
+    if "bench" in wanted:
+        from kvcalib.benchmark import check_benchmark
+
+        check_benchmark(session)
 
 
 TABLE = (
@@ -260,6 +274,7 @@ TABLE = (
     Stage("codebooks", ("fisher", "outliers"), _codebooks_reads, _codebooks, shared=True),
     Stage("export", ("codebooks", "outliers"), _export_reads, _export),
     Stage("evaluate", ("export",), _evaluate_reads, _evaluate, derived=True),
+    Stage("bench", ("export",), _bench_reads, _bench, derived=True),
     Stage("report", ("evaluate",), _report_reads, _report, derived=True),
 )
 """In the order in which the stages run."""

@@ -13,7 +13,7 @@ from kvcalib import cli
 from kvcalib.errors import ConfigError
 
 CONF = Path(cli.conf_dir())
-GROUPS = ("model", "data", "quant", "stage", "eval", "experiment")
+GROUPS = ("model", "data", "quant", "stage", "eval", "bench", "experiment")
 OPTIONS = [(g, p.stem) for g in GROUPS for p in sorted((CONF / g).glob("*.yaml"))]
 
 

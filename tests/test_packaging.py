@@ -33,7 +33,7 @@ def pinned() -> set[str]:
     return {line.split("==")[0].lower().replace("_", "-") for line in lines if "==" in line}
 
 
-@pytest.mark.parametrize("section", ["dependencies", "dev", "requires"])
+@pytest.mark.parametrize("section", ["dependencies", "dev", "peers", "requires"])
 def test_every_requirement_is_pinned(section):
     assert required(section) - pinned() == set()
 

@@ -1,5 +1,6 @@
 """The tiny model in the real pipeline: what is refused before the first stage, and what a change costs."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from kvcalib import cli, pipeline, stages
 from kvcalib.errors import ConfigError
 from kvcalib.session import Session
 
+EVERYTHING = [stage.name for stage in stages.TABLE if stage.name != "bench"]
+"""What stage=all runs."""
 SMALL = ("model=tiny", "eval=quick", "data.windows=2", "data.sample=256")
 
 
@@ -47,6 +50,7 @@ def ran(done):
         (["eval.chunk=256"], "eval.length=256 measures nothing quantised"),
         (["eval=standard", "eval.needle_lengths=[20]"], "eval.needle_lengths=20 is too short"),
         ([f"eval.prompt={'x' * 600}"], "the prompt has 600 tokens"),
+        (["stage=bench", "bench.contexts=[64]"], "bench.contexts=64 is too short for bench.rounds=3 of bench.steps=32"),
         (["data.windows=100000"], "100000 windows of 256 tokens"),
     ],
 )
@@ -62,13 +66,12 @@ def test_groups_need_not_divide_where_there_are_none(command):
 
 @pytest.mark.slow
 def test_every_stage_of_a_grouped_format_runs_on_the_tiny_model(command):
-    assert ran(command("quant=kivi2")) == [stage.name for stage in stages.TABLE]
+    assert ran(command("quant=kivi2")) == EVERYTHING
 
 
 @pytest.mark.slow
 def test_a_stage_of_another_format_re_uses_the_measurements(command, caplog):
-    everything = [stage.name for stage in stages.TABLE]
-    assert ran(command()) == everything
+    assert ran(command()) == EVERYTHING
     with caplog.at_level("INFO"):
         done = command("stage=codebooks", "quant.key.bits=2")
     assert ran(done) == ["outliers", "codebooks"]
@@ -88,3 +91,19 @@ def test_measuring_again_needs_no_permission(command, caplog):
     assert "evaluate: settings changed (eval.windows 1 -> 2), running again" in caplog.text
     assert ran(command("stage=export", "stage.force=true")) == ["export"]
     assert ran(command()) == ["evaluate", "report"]
+
+
+@pytest.mark.slow
+def test_timing_is_a_stage_of_its_own_and_renews_the_report(command, tmp_path, caplog):
+    quick = ("bench.shapes=[model]", "bench.lengths=[256]", "bench.contexts=[256]", "bench.peers=[full]")
+    few = (*quick, "bench.batches=[1]", "bench.prefill=[64]", "bench.steps=4", "bench.calibration=1")
+    command()
+    assert ran(command("stage=bench", *few)) == ["bench"]
+    found = json.loads((tmp_path / "tiny-nuq3" / "bench" / "bench.json").read_text())
+    assert {row["contender"] for row in found["decode"]} == {"kvcalib", "full", "full:empty"}
+    assert found["calibration"]["windows"] == 1
+    assert found["stages"].keys() == set(EVERYTHING)
+    assert ran(command("stage=bench", *few)) == []
+    assert ran(command(*few)) == ["report"]
+    assert "Whole decode steps" in (tmp_path / "tiny-nuq3" / "report" / "report.md").read_text()
+    assert ran(command("stage=bench", *few, "bench.rounds=2")) == ["bench"]

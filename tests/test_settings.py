@@ -70,6 +70,15 @@ def test_all_problems_are_reported_together(settings):
         ("eval.length", 195, "eval.length=195 must be at least quant.sink + quant.window + 64 = 196"),
         ("quant.window", 1000, "eval.length=1024 must be at least quant.sink + quant.window + 64 = 1068"),
         ("data.name", "textfile", "needs data.path="),
+        ("bench.shapes", ["8/3/64"], "bench.shapes='8/3/64' must be model, or query heads"),
+        ("bench.shapes", ["32/8"], "bench.shapes='32/8' must be model"),
+        ("bench.shapes", ["8/8/33"], "the last is even"),
+        ("bench.lengths", [4096, 100], "bench.lengths=100 must be at least 164"),
+        ("bench.batches", [0], "bench.batches=0 must be at least 1"),
+        ("bench.batches", [], "bench.batches=[] leaves nothing to time"),
+        ("bench.contexts", [-1], "bench.contexts=-1 must be at least 1"),
+        ("bench.steps", 0, "bench.steps=0 must be at least 1"),
+        ("bench.calibration", -1, "bench.calibration=-1 must be at least 0"),
     ],
 )
 def test_each_mistake_gives_a_sentence(settings, path, value, sentence):

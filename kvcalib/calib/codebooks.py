@@ -11,9 +11,7 @@ beyond -1 and 1 that are no outliers keep their true value: run time gives them 
 should feel that. The points are compressed to a histogram, clustered in one dimension, rounded to
 bfloat16 and adjusted once more. Other kinds of levels need no data.
 
-levels.safetensors:  layers.{i}.{key|value}.levels  fp32 [1 or H, L], bfloat16-exact,
-                     layers.{i}.{key|value}.weight  fp32 [H, D] where outliers rank by error,
-                     layers.{i}.{key|value}.widths  uint8 [H, D] where levels are mixed,
+levels.safetensors:  layers.{i}.{key|value}.{field}  every field of `Tables` that the format has,
                      header of `outliers` and {sample_tokens}
 """
 
@@ -110,7 +108,7 @@ def _tensors(fitted: dict[int, dict[str, Tables]]) -> dict[str, torch.Tensor]:
         for layer, both in fitted.items()
         for name, tables in both.items()
         for field, tensor in tables._asdict().items()
-        if field not in ("zero", "scale") and tensor is not None
+        if tensor is not None
     }
 
 
@@ -133,7 +131,7 @@ def fit_tables(
     if not spec.ranks_by_error:
         return _fit_levels_of(x, grad, tables, spec, fit, bins, seed)
     first, report = _fit_levels_of(x, grad, tables, replace(spec, rank="range"), fit, bins, seed)
-    tables = first._replace(weight=_channel_weight(rotate(grad, spec.rotation), tables.scale, fit))
+    tables = with_sensitivity(grad, first, spec, fit)
     for _ in range(_ROUNDS if spec.levels == "nuq" else 0):
         tables, report = _fit_levels_of(x, grad, tables, spec, fit, bins, seed)
     return tables, report
@@ -142,8 +140,7 @@ def fit_tables(
 def _fit_with_feedback(
     x: torch.Tensor, grad: torch.Tensor, tables: Tables, spec: TensorSpec, fit: Fit, bins: int, seed: int
 ) -> tuple[Tables, dict]:
-    matrix, order, weight = fit_feedback(rotate(grad, spec.rotation) * tables.scale)
-    tables, report = tables._replace(feedback=matrix, order=order, weight=weight), {}
+    tables, report = with_sensitivity(grad, tables, spec, fit), {}
     for _ in range(_FEEDBACK_ROUNDS if spec.levels == "nuq" else 0):
         tables, report = _fit_levels_of(x, grad, tables, spec, fit, bins, seed)
     if spec.levels == "nuq" and spec.books == "channel":
@@ -165,6 +162,15 @@ def _fit_channels(
     shared = tables._replace(levels=tables.levels[:1])
     shared, report = fit_tables(x, grad, shared, replace(spec, books="layer"), fit, bins, seed)
     return shared._replace(levels=refine(*sample_points(x, grad, shared, spec, fit), shared)), report
+
+
+def with_sensitivity(grad: torch.Tensor, tables: Tables, spec: TensorSpec, fit: Fit) -> Tables:
+    """Tables with the sensitivities that go with their frame: weight, and feedback where the format has it."""
+    grad = rotate(grad, spec.rotation)
+    if spec.rounding == "feedback":
+        matrix, order, weight = fit_feedback(grad * tables.scale)
+        return tables._replace(feedback=matrix, order=order, weight=weight)
+    return tables._replace(weight=_channel_weight(grad, tables.scale, fit)) if spec.ranks_by_error else tables
 
 
 def _channel_weight(grad: torch.Tensor, scale: torch.Tensor, fit: Fit) -> torch.Tensor:

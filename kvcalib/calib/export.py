@@ -34,8 +34,8 @@ def export(
     _check_spec(level_file, spec, "codebooks")
     layers = {
         i: LayerTables(
-            _tables(frame_file, level_file, i, "key", spec.key),
-            _tables(frame_file, level_file, i, "value", spec.value),
+            _tables(level_file, i, "key", spec.key),
+            _tables(level_file, i, "value", spec.value),
         )
         for i in files.layers(frame_file)
     }
@@ -55,8 +55,5 @@ def _check_spec(reader: files.Reader, spec: CacheSpec, stage: str) -> None:
         )
 
 
-def _tables(frames: files.Reader, levels: files.Reader, layer: int, name: str, spec: TensorSpec) -> Tables:
-    prefix = f"layers.{layer}.{name}"
-    frame = frames[f"{prefix}.zero"], frames[f"{prefix}.scale"]
-    fields = [field for field in tensor_fields(spec) if field not in ("zero", "scale")]
-    return Tables(*frame, **{field: levels[f"{prefix}.{field}"] for field in fields})
+def _tables(levels: files.Reader, layer: int, name: str, spec: TensorSpec) -> Tables:
+    return Tables(**{field: levels[f"layers.{layer}.{name}.{field}"] for field in tensor_fields(spec)})

@@ -25,8 +25,8 @@ from kvcalib.quant import codebook
 from kvcalib.quant.page import TILE, PageLayout
 from kvcalib.quant.spec import PAGE, CacheSpec, Tables
 
-_BINS = 1024
-_ROUNDS = 2
+_BINS = 512
+_ROUNDS = 3
 
 
 @dataclass
@@ -52,30 +52,30 @@ def fit_mixed(read: Read, frames: dict[int, dict[str, Tables]], spec: CacheSpec,
     fitted = {layer: dict(tables) for layer, tables in frames.items()}
     for layer, name in units:
         widest = torch.full_like(fitted[layer][name].zero, getattr(spec, name).bits, dtype=torch.uint8)
-        fitted[layer][name] = fitted[layer][name]._replace(levels=_evenly(getattr(spec, name).bits), widths=widest)
+        tables = fitted[layer][name]._replace(levels=_evenly(getattr(spec, name).bits), widths=widest)
+        fitted[layer][name] = tables._replace(levels=_fit_all(read(layer, name, tables), getattr(spec, name).bits))
     for _ in range(_ROUNDS):
         distortion = {}
         for layer, name in units:
-            tables = fitted[layer][name]
-            points = read(layer, name, tables)
-            tables = tables._replace(levels=_fit_tables(points, tables, getattr(spec, name).bits))
-            fitted[layer][name] = tables
-            distortion[layer, name] = _unit_distortion(points, tables, name, getattr(spec, name).bits)
+            points = read(layer, name, fitted[layer][name])
+            distortion[layer, name] = _unit_distortion(points, fitted[layer][name], name, getattr(spec, name).bits)
         _set_widths(fitted, distortion, spec, budget)
+        for layer, name in units:
+            tables = fitted[layer][name]
+            levels = _fit_own(read(layer, name, tables), tables, getattr(spec, name).bits)
+            fitted[layer][name] = tables._replace(levels=levels)
     for layer, name in units:
-        points = read(layer, name, fitted[layer][name])
-        levels = _fit_tables(points, fitted[layer][name], getattr(spec, name).bits)
-        tables = fitted[layer][name]._replace(levels=levels)
         if getattr(spec, name).books == "channel":
-            tables = tables._replace(levels=refine(points.v, points.weight, points.kept, tables))
-        fitted[layer][name] = tables
+            tables, points = fitted[layer][name], read(layer, name, fitted[layer][name])
+            fitted[layer][name] = tables._replace(levels=refine(points.v, points.weight, points.kept, tables))
     return fitted, _summary(fitted, names)
 
 
 def _set_widths(fitted: dict, distortion: dict, spec: CacheSpec, budget: float) -> None:
     heads_units = {unit: table.shape[:2] for unit, table in distortion.items()}
     price = np.concatenate([np.full(h * u, _channels(name)) for (_, name), (h, u) in heads_units.items()])
-    table = np.concatenate([t.reshape(-1, t.shape[-1]) for t in distortion.values()])
+    widest = max(t.shape[-1] for t in distortion.values())
+    table = np.concatenate([_to_width(t.reshape(-1, t.shape[-1]), widest) for t in distortion.values()])
     spendable = _code_bits(fitted, spec, budget)
     if spendable < price.sum():
         raise ConfigError(
@@ -89,6 +89,11 @@ def _set_widths(fitted: dict, distortion: dict, spec: CacheSpec, budget: float) 
         tables = fitted[layer][name]
         per_channel = chosen.repeat(1, 2) if name == "key" else chosen.repeat_interleave(TILE, 1)
         fitted[layer][name] = tables._replace(widths=per_channel[:, : tables.zero.shape[1]].contiguous())
+
+
+def _to_width(table: np.ndarray, widest: int) -> np.ndarray:
+    """[units, W] -> [units, widest]: more bits than the format has gain nothing, so they are never bought."""
+    return np.pad(table, ((0, 0), (0, widest - table.shape[1])), mode="edge")
 
 
 def _channels(name: str) -> int:
@@ -123,19 +128,28 @@ def _per_unit(channel: torch.Tensor, name: str) -> torch.Tensor:
     return torch.nn.functional.pad(channel, (0, -channel.shape[-1] % TILE)).unflatten(-1, (-1, TILE)).sum(-1)
 
 
-def _fit_tables(points: Points, tables: Tables, widest: int) -> torch.Tensor:
-    """Levels [1, tables of 1 to widest bits]; a width that no channel has is fitted to all."""
-    rows = []
+def _fit_all(points: Points, widest: int) -> torch.Tensor:
+    """Levels [1, tables of 1 to widest bits], each for all channels."""
+    compressed = _compress(points.v, points.weight * points.kept)
+    return torch.cat([_fit_table(*compressed, width) for width in range(1, widest + 1)])[None]
+
+
+def _fit_own(points: Points, tables: Tables, widest: int) -> torch.Tensor:
+    """The same, each for the channels that have the width; a width that no channel has keeps its table."""
+    v, mass, rows = points.v.flatten(1), (points.weight * points.kept).flatten(1), []
     for width in range(1, widest + 1):
-        own = points.kept & (tables.widths == width)
-        chosen = own if own.any() else points.kept
-        rows.append(_fit_table(points.v[chosen].numpy(), points.weight[chosen].numpy(), width))
+        own = (tables.widths == width).flatten()
+        fit = _fit_table(*_compress(v[:, own], mass[:, own]), width) if own.any() else None
+        rows.append(codebook.table_of(tables.levels, width)[0] if fit is None else fit)
     return torch.cat(rows)[None]
 
 
-def _fit_table(v: np.ndarray, weight: np.ndarray, width: int) -> torch.Tensor:
-    top = weight.max()
-    centres, mass = compress(v, weight / top if top > 0 else np.ones_like(weight), bins=_BINS)
+def _compress(v: torch.Tensor, mass: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    top = mass.max()
+    return compress(v.numpy(), (mass / top if top > 0 else torch.ones_like(mass)).numpy(), bins=_BINS)
+
+
+def _fit_table(centres: np.ndarray, mass: np.ndarray, width: int) -> torch.Tensor:
     levels = reassign(centres, mass, to_bf16_distinct(kmeans.exact_kmeans(centres, mass, 2**width)))
     return torch.from_numpy(levels).float()
 

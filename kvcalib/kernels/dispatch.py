@@ -1,5 +1,61 @@
-"""Chooses the kernel that attends over packed pages. Today: the torch reference, on every device."""
+"""Chooses the kernels that attend over packed pages and that pack them.
 
-from kvcalib.kernels.reference import attend
+The environment variable KVCALIB_KERNEL names it:
 
-__all__ = ["attend"]
+    auto        (or not set) the compiled CPU kernel with the best instruction set of this processor; the torch
+                reference where no compiler is found, with one line in the log that says why, and on other devices
+    reference   plain torch, everywhere
+    avx512, avx2, portable       the compiled CPU kernel with that instruction set, or an error
+"""
+
+import logging
+import os
+from functools import cache
+
+import torch
+
+from kvcalib.errors import ConfigError
+from kvcalib.kernels import reference
+from kvcalib.kernels.cpu import attend as compiled
+from kvcalib.kernels.cpu import pack as compiled_pack
+from kvcalib.kernels.cpu.build import CannotBuild
+from kvcalib.kernels.packed import Packed
+
+log = logging.getLogger(__name__)
+
+VARIABLE = "KVCALIB_KERNEL"
+
+
+def attend(query: torch.Tensor, packed: Packed, *, scale: float, softcap: float | None = None) -> torch.Tensor:
+    """query [B, Hq, T, D] post-RoPE, model channel order -> attention output [B, T, Hq, Dv] in query's dtype."""
+    name = kernel_name(query.device.type, os.environ.get(VARIABLE) or "auto")
+    if name == "reference":
+        return reference.attend(query, packed, scale=scale, softcap=softcap)
+    return compiled.attend(query, packed, scale=scale, softcap=softcap, isa=name)
+
+
+def pack(key: torch.Tensor, value: torch.Tensor, *arguments) -> torch.Tensor:
+    """See `reference.pack`."""
+    name = kernel_name(key.device.type, os.environ.get(VARIABLE) or "auto")
+    if name == "reference":
+        return reference.pack(key, value, *arguments)
+    return compiled_pack.pack(key, value, *arguments, isa=name)
+
+
+@cache
+def kernel_name(device: str, wanted: str) -> str:
+    """What `wanted` comes to on a kind of device: "reference" or an instruction set."""
+    if wanted not in ("auto", "reference", *compiled.ISAS):
+        raise ConfigError(f"{VARIABLE}={wanted} must be auto, reference or one of {', '.join(compiled.ISAS)}")
+    if wanted == "reference" or device != "cpu":
+        return "reference"
+    try:
+        supported = compiled.supported()
+    except CannotBuild as error:
+        if wanted != "auto":
+            raise ConfigError(f"{VARIABLE}={wanted} cannot be had: {error}") from error
+        log.warning("attention over packed pages runs in plain torch, which is slower: %s", error)
+        return "reference"
+    if wanted not in (*supported, "auto"):
+        raise ConfigError(f"{VARIABLE}={wanted} is not in this processor; it has {', '.join(supported)}")
+    return supported[-1] if wanted == "auto" else wanted

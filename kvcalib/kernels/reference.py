@@ -1,16 +1,16 @@
-"""The meaning of attention over a packed cache, in plain torch: every fast kernel is a faster spelling of this.
+"""The meaning of attention over a packed cache, and of packing, in plain torch: fast kernels are spellings of this.
 
-It dequantises all pages, rotates the keys to their positions and runs one softmax over sink | pages | recent, in
+Attention dequantises all pages, rotates the keys to their positions and runs one softmax over sink | pages | recent, in
 fp32. It materialises what a fast kernel must not.
 """
 
 import torch
 
 from kvcalib.kernels.packed import Packed
-from kvcalib.quant.codec import dequantise
-from kvcalib.quant.page import read_page
-from kvcalib.quant.rope import to_post_rope
-from kvcalib.quant.spec import PAGE
+from kvcalib.quant.codec import dequantise, quantise
+from kvcalib.quant.page import PageLayout, read_page, write_page
+from kvcalib.quant.rope import Rope, to_post_rope, to_pre_rope
+from kvcalib.quant.spec import PAGE, Tables
 
 
 def attend(query: torch.Tensor, packed: Packed, *, scale: float, softcap: float | None = None) -> torch.Tensor:
@@ -30,6 +30,30 @@ def attend(query: torch.Tensor, packed: Packed, *, scale: float, softcap: float 
     weights = weights.masked_fill(hidden, 0.0)  # a query that sees nothing: softmax gave NaN
     output = weights @ value.unsqueeze(2)
     return output.view(batch, query_heads, tokens, -1).transpose(1, 2).to(query.dtype)
+
+
+def pack(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    columns: torch.Tensor,
+    positions: torch.Tensor,
+    counts: torch.Tensor,
+    layout: PageLayout,
+    key_tables: Tables,
+    value_tables: Tables,
+    rope: Rope,
+) -> torch.Tensor:
+    """Keys post-RoPE in the model's channel order, values [H, n, D] -> pages uint8 [P, nbytes].
+
+    columns, positions int64 [32 * P]: which of the n tokens fill the pages, and where they are in the text; counts
+    [P]: how many of the 32 are in use.
+    """
+    key = key.index_select(1, columns).transpose(0, 1)  # [T, H, D]
+    value = value.index_select(1, columns).transpose(0, 1)
+    key = to_pre_rope(key, positions, rope) if layout.spec.key.rope == "pre" else key[..., rope.order].float()
+    coded_key = quantise(key.unflatten(0, (-1, PAGE)), layout.spec.key, key_tables)
+    coded_value = quantise(value.unflatten(0, (-1, PAGE)), layout.spec.value, value_tables)
+    return write_page(coded_key, coded_value, positions[::PAGE], layout, counts.int())
 
 
 def _gather(packed: Packed, tokens: int):

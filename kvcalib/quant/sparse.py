@@ -9,6 +9,9 @@ over-select, and a burst beyond the budget costs the least important elements fi
     rank="range"   static, group: |u|, the distance from the calibrated centre in units of the calibrated range;
                    token, norm: the deviation from the mean of the token in units of its standard deviation
 
+Equals go by position, lowest first: a token that repeats within a page has equal values, and pages must not depend on
+who sorted them.
+
 An outlier stays in the dense codes (clamped to an end level) and stores correction = u - u', so the dense path of a
 kernel is untouched and a correction only ever adds.
 
@@ -40,7 +43,20 @@ def select_by_range(u: torch.Tensor, spec: TensorSpec, count: int) -> torch.Tens
 
 
 def _largest(score: torch.Tensor, count: int) -> torch.Tensor:
-    return _by_position(score).topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
+    by_position = _by_position(score)
+    top = by_position.topk(count, dim=-1, sorted=False)
+    last = top.values.amin(-1, keepdim=True)
+    if torch.equal((by_position == last).sum(-1), (top.values == last).sum(-1)):
+        return top.indices.sort(dim=-1).values
+    return _first_of_equals(by_position, last, count)
+
+
+def _first_of_equals(by_position: torch.Tensor, last: torch.Tensor, count: int) -> torch.Tensor:
+    """Everything above `last` and as many of its equals as there is room for."""
+    above, equal = by_position > last, by_position == last
+    room = count - above.sum(-1, keepdim=True)
+    taken = above | equal & (equal.cumsum(-1) <= room)
+    return taken.nonzero()[:, -1].view(*by_position.shape[:-1], count)
 
 
 def inlier_mask(positions: torch.Tensor, heads: int, dim: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvcalib.errors import MissingInput
-from kvcalib.report import plots, tables
+from kvcalib.report import plots, speed, tables
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
@@ -82,7 +82,8 @@ def read_run(run_dir: Path) -> Run:
         raise MissingInput(f"{where} is missing or damaged: run `kvcalib stage=evaluate stage.force=true` first")
     whole = {name: record for name, record in records.items() if "finished" in record}
     ordered = dict(sorted(whole.items(), key=lambda item: item[1]["finished"]))
-    return Run(run_dir.name, ordered, metrics, _json(run_dir / "bench" / "bench.json"))
+    bench = _json(run_dir / "bench" / "bench.json")
+    return Run(run_dir.name, ordered, metrics, bench if "conditions" in bench else {})
 
 
 def _json(path: Path) -> dict:
@@ -98,7 +99,9 @@ def page_tables(run: Run) -> Iterator[Table]:
     """The tables of the page, in order."""
     yield Table("Measured", ("what", "value"), tables.metric_rows(run.metrics))
     if run.bench:
-        yield Table("Speed", ("what", "value"), list(_flat(run.bench)))
+        said = [speed.conditions_line(run.bench), *speed.sentences(run.bench)]
+        yield Table("Speed", ("what was timed where, and what it says",), [(sentence,) for sentence in said])
+        yield from (Table(*table) for table in speed.all_tables(run.bench))
     stages = [
         (name, f"{r['seconds']:.1f}", f"{r['peak_memory_bytes'] / 2**20:,.0f}", _origin(r))
         for name, r in run.records.items()
@@ -139,6 +142,7 @@ def figures(run: Run) -> Iterator[Figure]:
         yield Figure(plots.per_layer(series, title=f"Distortion of {side}s", unit="weighted error"), f"{caption}.")
     if series := m.get("layers"):
         yield Figure(plots.per_layer(series, title="Error by layer", unit="relative error"))
+    yield from map(Figure, speed.figures(run.bench) if run.bench else ())
     for side, label in (("fp", "full precision"), ("cache", "quantised cache")):
         if m.get("needle"):
             yield Figure(plots.needle(m["needle"], title=f"Needles found, {label}", side=side))

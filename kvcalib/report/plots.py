@@ -58,6 +58,26 @@ def per_layer(series: dict[str, list[float]], *, title: str, unit: str) -> bytes
     return png.getvalue()
 
 
+def by_context(
+    series: dict[str, list[tuple[int, float]]], *, title: str, unit: str, logarithmic: bool = False
+) -> bytes:
+    """One line per entry of (tokens, value) points; contexts double from tick to tick."""
+    png = io.BytesIO()
+    with _axes(png, width=7.4) as axes:
+        for number, (name, points) in enumerate(series.items()):
+            style = ("-", "--")[number % 2]  # one that covers another lets it be seen
+            axes.plot(*zip(*sorted(points), strict=True), style, marker="o", markersize=3, label=name)
+        contexts = sorted({context for points in series.values() for context, _ in points})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(contexts, [f"{context:,}" for context in contexts], minor=False)
+        axes.set_yscale("log" if logarithmic else "linear")
+        axes.set_ylim(bottom=None if logarithmic else 0)
+        axes.yaxis.set_major_formatter(lambda value, _: readable(value))
+        axes.set(title=title, xlabel="context, tokens", ylabel=unit)
+        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    return png.getvalue()
+
+
 def needle(cells: list[dict], *, title: str, side: str) -> bytes:
     """Share of needles found, by haystack length and depth; cells as in metrics["needle"]."""
     lengths = sorted({cell["length"] for cell in cells})

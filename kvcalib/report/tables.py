@@ -35,7 +35,11 @@ SIZES = ("bytes_per_token", "bytes_per_token_fp16", "compression")
 NEEDLES = ("needle_fp", "needle_cache")
 COMPARED = ("ppl_fp", "ppl_cache", "kl_cache", "page_bits_key", "page_bits_value", "compression", "needle_cache")
 """Columns of the table that ends a sweep."""
-SHIPPED = {"export": ("artifact", "kvcalib.safetensors"), "report": ("report", "report.html")}
+SHIPPED = {
+    "export": ("artifact", "kvcalib.safetensors"),
+    "bench": ("timings", "bench.json"),
+    "report": ("report", "report.html"),
+}
 
 
 def metric_rows(metrics: dict, keys: Iterable[str] | None = None) -> list[tuple[str, str]]:

@@ -18,10 +18,11 @@ Nothing here knows transformers.
 import torch
 
 from kvcalib.errors import ConfigError, UnsupportedModel
+from kvcalib.kernels import dispatch
 from kvcalib.kernels.packed import Packed
-from kvcalib.quant.codec import dequantise, quantise
-from kvcalib.quant.page import PageLayout, read_page, write_page
-from kvcalib.quant.rope import Rope, to_post_rope, to_pre_rope
+from kvcalib.quant.codec import dequantise
+from kvcalib.quant.page import PageLayout, read_page
+from kvcalib.quant.rope import Rope, to_post_rope
 from kvcalib.quant.spec import PAGE, CacheSpec, Tables
 from kvcalib.runtime import rollback
 from kvcalib.runtime.frequencies import Frequencies
@@ -228,21 +229,21 @@ class LayerStore:
         index = starts[:, None] + torch.arange(PAGE, device=columns.device).clamp_max(counts[:, None] - 1)
         columns = columns[index.flatten()]  # a short page is filled with copies of its last token
         positions = self.positions[row, columns]
-        key = self.recent_key[row].index_select(1, columns).transpose(0, 1)  # [T, H, D]
-        value = self.recent_value[row].index_select(1, columns).transpose(0, 1)
-        if not (key.isfinite().all() and value.isfinite().all()):
-            raise UnsupportedModel(
-                f"the model gave keys or values that are NaN or infinite (positions {int(positions[0])} to "
-                f"{int(positions[-1])} of row {row}), in {key.dtype}; load it in bfloat16 or float32"
-            )
+        key, value = self.recent_key[row], self.recent_value[row]
+        for tensor in (key, value):
+            self._check_finite(tensor.index_select(1, columns), row, positions)
         if self.spec.key.rope == "pre":
             self.frequencies.check(positions)
-            key = to_pre_rope(key, positions, self.rope)
-        else:
-            key = key[..., self.rope.order].float()
-        coded_key = quantise(key.unflatten(0, (-1, PAGE)), self.spec.key, self.key_tables)
-        coded_value = quantise(value.unflatten(0, (-1, PAGE)), self.spec.value, self.value_tables)
-        return write_page(coded_key, coded_value, positions[::PAGE], self.layout, counts.int())
+        tables = self.layout, self.key_tables, self.value_tables, self.rope
+        return dispatch.pack(key, value, columns, positions, counts, *tables)
+
+    @staticmethod
+    def _check_finite(tensor: torch.Tensor, row: int, positions: torch.Tensor) -> None:
+        if not tensor.isfinite().all():
+            raise UnsupportedModel(
+                f"the model gave keys or values that are NaN or infinite (positions {int(positions[0])} to "
+                f"{int(positions[-1])} of row {row}), in {tensor.dtype}; load it in bfloat16 or float32"
+            )
 
     def _write_pages(self, row: int, columns: torch.Tensor, sizes: list[int]) -> None:
         """Encodes a few pages at a time, so that a long prompt needs no more memory than its pages."""
@@ -293,7 +294,9 @@ class LayerStore:
         """allowed bool [B, T, length]: may query t see column j; None: the past and itself. tokens = T."""
         key, value = self.recent()
         device = key.device
-        if allowed is None:
+        if allowed is None and tokens == 1:
+            visible = None  # a single query comes after everything that is there
+        elif allowed is None:
             ahead = torch.arange(self.recent_length, device=device) - (self.recent_length - tokens)
             visible = (ahead <= torch.arange(tokens, device=device)[:, None]).expand(self.batch, -1, -1)
         else:
@@ -306,7 +309,7 @@ class LayerStore:
             sink_counts=torch.tensor(self.sink_counts, device=device),
             recent_key=key,
             recent_value=value,
-            recent_visible=visible & self.waiting[:, None, :],
+            recent_visible=self.waiting[:, None, :] if visible is None else visible & self.waiting[:, None, :],
             moved_visible=None if allowed is None else self._moved_visible(allowed),
             layout=self.layout,
             key_tables=self.key_tables,

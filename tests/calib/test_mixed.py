@@ -101,3 +101,34 @@ def test_tables_per_channel_cost_no_bits_and_lower_the_damage(model, folder, tmp
         found[books] = page_bits(artifact), damage(artifact, folder)
     assert found["channel"][0] == found["layer"][0]
     assert found["channel"][1] < found["layer"][1]
+
+
+def joint_damage(artifact, folder, names) -> float:
+    """Squared (gradient . error) of whole heads over the sample: errors of a head may cancel."""
+    total = 0.0
+    for path in sorted((folder / "fisher").glob("window_*")):
+        reader = Reader(path, "fisher")
+        for index, layer in artifact.layers.items():
+            for name in names:
+                x, grad = (reader[f"layers.{index}.{name}{end}"].float() for end in ("", "_grad"))
+                error = codec.simulate(x, getattr(artifact.spec, name), getattr(layer, name)) - x
+                total += (error * grad).sum(-1).square().sum().item()
+    return total
+
+
+@pytest.mark.parametrize(("levels", "bits"), [("nuq", 3), ("uniform", 3)])
+def test_error_feedback_costs_no_bits_and_lowers_the_damage(model, folder, tmp_path, levels, bits):
+    found = {}
+    for rounding in ("nearest", "feedback"):
+        key = replace(KEY, levels=levels, bits=bits, rounding=rounding)
+        spec = CacheSpec(key, TensorSpec(4, "nuq", "token"), 0, SINK)
+        artifact = make(model, folder, tmp_path / rounding, spec)
+        found[rounding] = page_bits(artifact), joint_damage(artifact, folder, ["key"])
+    assert found["feedback"][0] == found["nearest"][0]
+    assert found["feedback"][1] < 0.9 * found["nearest"][1]
+
+
+def test_widest_widths_of_keys_and_values_may_differ(model, folder, tmp_path):
+    artifact = make(model, folder, tmp_path, CacheSpec(replace(KEY, bits=6), replace(VALUE, bits=3), 0, SINK), 3.9)
+    assert max(int(layer.value.widths.max()) for layer in artifact.layers.values()) == 3
+    assert max(int(layer.key.widths.max()) for layer in artifact.layers.values()) == 6

@@ -155,3 +155,13 @@ def test_every_channel_can_have_its_own_width():
     assert coded.codes.amax((0, 1)).tolist() == [1, 31, 7, 7]
     error = (dequantise(coded, spec, tables) - x).abs().amax((0, 1))
     assert (error <= torch.tensor([1, 1 / 31, 1 / 7, 1 / 7]) * 1.02).all()
+
+
+def test_equal_ranks_go_to_the_first_positions():
+    spec = TensorSpec(4, "nuq", "token", outliers=4 / (PAGE * 32))
+    x = torch.zeros(2, PAGE, 2, 16)
+    x[0, [3, 9, 20], 1, 5] = 1.0  # the same token three times
+    x[:, [3, 9, 20], 0, [7, 2, 1]] = 1.0
+    tables = Tables(torch.zeros(2, 16), torch.ones(2, 16), torch.linspace(-1, 1, 16).bfloat16().float()[None])
+    positions = quantise(x, spec, tables).positions
+    assert positions[0].tolist() == sorted([1 * 32 + 20, 2 * 32 + 9, 7 * 32 + 3, 21 * 32 + 3])

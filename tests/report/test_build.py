@@ -66,11 +66,37 @@ def test_markdown_and_csv_lie_beside_it(run_dir, tmp_path):
     assert "ppl_cache,10.5" in (tmp_path / "elsewhere" / "metrics.csv").read_text()
 
 
+BENCH = {
+    "conditions": {
+        **{"cpu": "A processor", "threads": 2, "cores": 4, "kernel": "AVX2", "torch": "2.13", "torch_cpu": "AVX2"},
+        **{"transformers": "5.24", "dtype": "float32", "others_during": 0.0, "disturbed": False},
+    },
+    "decode": [
+        {
+            **{"batch": 1, "context": context, "contender": "kvcalib", "tokens_per_second": 42.0, "bytes": 2**20},
+            **{"ms": 24.0, "ms_q1": 23.0, "ms_q3": 25.0, "cpu_ms": 30.0},
+        }
+        for context in (512, 2048)
+    ],
+    **{"attention": [], "prefill": [], "calibration": None, "stages": {}},
+}
+
+
 def test_speed_is_shown_where_it_was_measured(run_dir):
+    before = build(run_dir)["figures"]
     (run_dir / "bench").mkdir()
-    (run_dir / "bench" / "bench.json").write_text(json.dumps({"decode": {"tokens_per_s": 42}}))
-    build(run_dir)
-    assert "decode.tokens_per_s" in (run_dir / "report" / "report.md").read_text()
+    (run_dir / "bench" / "bench.json").write_text(json.dumps(BENCH))
+    assert build(run_dir)["figures"] == before + 2
+    page = (run_dir / "report" / "report.md").read_text()
+    assert "| 1 | 2,048 | kvcalib | 24.0 (23.0-25.0) | 30.0 | 42.0 |" in page
+    assert "A processor, 2 of 4 cores" in page
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"decode": {"tokens_per_s": 42}}'])
+def test_a_damaged_bench_is_left_out(run_dir, text):
+    (run_dir / "bench").mkdir()
+    (run_dir / "bench" / "bench.json").write_text(text)
+    assert build(run_dir)["figures"] == 6
 
 
 def test_sparse_metrics_make_a_shorter_page(run_dir):

@@ -1,0 +1,148 @@
+// The C interface: which instruction sets there are, and one attention call over all rows, heads and chunks.
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+
+#include "layer.h"
+#include "pack.h"
+
+#if defined(__x86_64__)
+#define KV_X86 1
+#endif
+
+#define KV_DECLARE(isa)                                                                              \
+  void run_item_##isa(const Layer&, const Call&, const Split&, const Item&, float* scratch, float*); \
+  int64_t scratch_size_##isa(const Layer&, int64_t queries);                                         \
+  void pack_page_##isa(const Layer&, const Pack&, const PackCall&, int64_t, uint8_t*);               \
+  int64_t pack_bytes_##isa(const Layer&);
+KV_DECLARE(portable)
+#ifdef KV_X86
+KV_DECLARE(avx2)
+KV_DECLARE(avx512)
+#endif
+
+namespace {
+
+enum Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
+
+struct Functions {
+  RunItem run;
+  int64_t (*scratch)(const Layer&, int64_t);
+  void (*pack)(const Layer&, const Pack&, const PackCall&, int64_t, uint8_t*);
+  int64_t (*pack_bytes)(const Layer&);
+};
+
+Functions functions_of(int isa) {
+#ifdef KV_X86
+  if (isa == kAvx512) return {run_item_avx512, scratch_size_avx512, pack_page_avx512, pack_bytes_avx512};
+  if (isa == kAvx2) return {run_item_avx2, scratch_size_avx2, pack_page_avx2, pack_bytes_avx2};
+#endif
+  (void)isa;
+  return {run_item_portable, scratch_size_portable, pack_page_portable, pack_bytes_portable};
+}
+
+struct Floats {
+  float* p;
+  explicit Floats(int64_t n) : p(static_cast<float*>(std::aligned_alloc(64, (n * 4 + 63) / 64 * 64))) {}
+  ~Floats() { std::free(p); }
+  Floats(const Floats&) = delete;
+};
+
+Item item_of(int64_t index, const Layer& layer, const Call& call, const Split& s) {
+  Item item;
+  item.slot = index % s.slots, index /= s.slots;
+  const int64_t block = index % s.query_blocks;
+  index /= s.query_blocks;
+  item.head = index % layer.heads, item.row = index / layer.heads;
+  item.first_query = block * s.query_block;
+  const int64_t left = call.queries - item.first_query;
+  item.queries = left < s.query_block ? left : s.query_block;
+  return item;
+}
+
+// Adds up the partial results of all slots of some queries.
+void merge(const Layer& layer, const Call& call, const Split& s, const Item& item, const float* partials,
+           int64_t partial_floats) {
+  const int64_t group = call.query_heads / layer.heads, most = s.query_block * group, dim = layer.value.dim;
+  for (int64_t n = 0; n < item.queries * group; ++n) {
+    const int64_t token = item.first_query + n / group, head = item.head * group + n % group;
+    float* out = call.output + ((item.row * call.queries + token) * call.query_heads + head) * dim;
+    float maximum = -INFINITY, total = 0;
+    for (int64_t slot = 0; slot < s.slots; ++slot) maximum = std::fmax(maximum, partials[slot * partial_floats + n]);
+    std::memset(out, 0, dim * sizeof(float));
+    if (std::isinf(maximum)) continue;  // this query sees nothing
+    for (int64_t slot = 0; slot < s.slots; ++slot) {
+      const float* p = partials + slot * partial_floats;
+      if (std::isinf(p[n])) continue;
+      const float weight = std::exp2(p[n] - maximum), *from = p + 2 * most + n * layer.value.padded;
+      total += weight * p[most + n];
+      for (int64_t c = 0; c < dim; ++c) out[c] += weight * from[c];
+    }
+    for (int64_t c = 0; c < dim; ++c) out[c] /= total;
+  }
+}
+
+}  // namespace
+
+#define KV_EXPORT __attribute__((visibility("default")))
+
+extern "C" {
+
+// 1 where this processor can run the instruction set.
+KV_EXPORT int kv_supports(int isa) {
+#ifdef KV_X86
+  __builtin_cpu_init();
+  if (isa == kAvx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  if (isa == kAvx512)
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512vbmi");
+#endif
+  return isa == kPortable;
+}
+
+// Sizes of the structs, for a check that ctypes sees the same ones.
+KV_EXPORT int64_t kv_sizes(int which) { return which == 0 ? sizeof(Layer) : which == 1 ? sizeof(Call) : which == 2 ? sizeof(Side) : which == 3 ? sizeof(Pack) : sizeof(PackCall); }
+
+// 0, or 1 where memory ran out.
+KV_EXPORT int kv_attend(const Layer* layer, const Call* call, int isa) {
+  const Functions f = functions_of(isa);
+  const Split s = split(*call);
+  const int64_t groups = call->rows * layer->heads * s.query_blocks, items = groups * s.slots;
+  const int64_t most = s.query_block * (call->query_heads / layer->heads);
+  const int64_t partial_floats = (most * (2 + layer->value.padded) + 15) / 16 * 16;
+  Floats partials(items * partial_floats);
+  if (!partials.p && items) return 1;
+  std::atomic<int64_t> next{0}, next_group{0};
+  std::atomic<int> failed{0};
+  // The team is the one that torch has set for the calling thread; a num_threads clause would make libgomp rebuild it.
+#pragma omp parallel if (call->threads > 1 && items > 1)
+  {
+    Floats scratch(f.scratch(*layer, most));
+    if (!scratch.p) failed = 1;
+    for (int64_t i; !failed && (i = next++) < items;)
+      f.run(*layer, *call, s, item_of(i, *layer, *call, s), scratch.p, partials.p + i * partial_floats);
+#pragma omp barrier
+    for (int64_t g; !failed && (g = next_group++) < groups;)
+      merge(*layer, *call, s, item_of(g * s.slots, *layer, *call, s), partials.p + g * s.slots * partial_floats,
+            partial_floats);
+  }
+  return failed;
+}
+
+// 0, or 1 where memory ran out.
+KV_EXPORT int kv_pack(const Layer* layer, const Pack* pack, const PackCall* call, int isa) {
+  const Functions f = functions_of(isa);
+  std::atomic<int64_t> next{0};
+  std::atomic<int> failed{0};
+#pragma omp parallel if (call->threads > 1 && call->pages > 1)
+  {
+    Floats memory(f.pack_bytes(*layer) / 4 + 1);
+    if (!memory.p) failed = 1;
+    for (int64_t i; !failed && (i = next++) < call->pages;)
+      f.pack(*layer, *pack, *call, i, reinterpret_cast<uint8_t*>(memory.p));
+  }
+  return failed;
+}
+}

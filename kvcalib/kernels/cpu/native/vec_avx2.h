@@ -1,0 +1,183 @@
+// 16 floats in two registers: AVX2, FMA and F16C.
+#pragma once
+#include <immintrin.h>
+
+#include "half.h"
+#include "layer.h"
+
+#define KV_INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+struct Vec {
+  __m256 a, b;
+};
+struct Codes {  // 16 codes; bits above the width may be anything
+  __m256i a, b;
+};
+
+enum : int { kHalves = 1, kMaxQueries = 4, kMaxTiles = 1 };
+
+KV_INLINE Vec load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+KV_INLINE void store(float* p, Vec v) { _mm256_storeu_ps(p, v.a), _mm256_storeu_ps(p + 8, v.b); }
+KV_INLINE Vec splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+KV_INLINE Vec add(Vec x, Vec y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+KV_INLINE Vec sub(Vec x, Vec y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+KV_INLINE Vec mul(Vec x, Vec y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+KV_INLINE Vec div(Vec x, Vec y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+KV_INLINE Vec fma(Vec x, Vec y, Vec z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+KV_INLINE Vec fnma(Vec x, Vec y, Vec z) { return {_mm256_fnmadd_ps(x.a, y.a, z.a), _mm256_fnmadd_ps(x.b, y.b, z.b)}; }
+KV_INLINE Vec vmax(Vec x, Vec y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+KV_INLINE float sum(Vec x) {
+  const __m256 eight = _mm256_add_ps(x.a, x.b);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+KV_INLINE float largest(Vec x) {
+  const __m256 eight = _mm256_max_ps(x.a, x.b);
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+KV_INLINE Vec round_even(Vec x) {
+  constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(x.a, mode), _mm256_round_ps(x.b, mode)};
+}
+KV_INLINE __m256 scaled(__m256 x, __m256 n) {
+  const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  return _mm256_mul_ps(x, _mm256_castsi256_ps(exponent));
+}
+// n: whole numbers from -126 to 127
+KV_INLINE Vec times_power_of_two(Vec x, Vec n) { return {scaled(x.a, n.a), scaled(x.b, n.b)}; }
+// a where x >= y, else b
+KV_INLINE Vec where_at_least(Vec x, Vec y, Vec a, Vec b) {
+  return {_mm256_blendv_ps(b.a, a.a, _mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ)),
+          _mm256_blendv_ps(b.b, a.b, _mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ))};
+}
+KV_INLINE Vec magnitude(Vec x) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+KV_INLINE Vec with_sign(Vec x, Vec s) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_or_ps(x.a, _mm256_and_ps(sign, s.a)), _mm256_or_ps(x.b, _mm256_and_ps(sign, s.b))};
+}
+KV_INLINE __m256 zero_bytes(__m128i bytes) {
+  return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_cvtepu8_epi32(bytes), _mm256_setzero_si256()));
+}
+// a where the byte is not 0, else b
+KV_INLINE Vec where_byte(const uint8_t* bytes, Vec a, Vec b) {
+  const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
+  return {_mm256_blendv_ps(a.a, b.a, zero_bytes(x)), _mm256_blendv_ps(a.b, b.b, zero_bytes(_mm_srli_si128(x, 8)))};
+}
+KV_INLINE Vec load_half(const void* p) {
+  const __m128i* q = static_cast<const __m128i*>(p);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
+}
+// 16 halves, `step` halves apart.
+KV_INLINE Vec strided_halves(const uint8_t* p, int step) {
+  alignas(32) uint16_t near[kLanes];
+  for (int i = 0; i < kLanes; ++i) __builtin_memcpy(near + i, p + 2 * static_cast<int64_t>(i) * step, 2);
+  return load_half(near);
+}
+KV_INLINE __m256 bfloat8(__m128i x) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
+}
+KV_INLINE Vec load_bfloat(const void* p) {
+  const __m128i* q = static_cast<const __m128i*>(p);
+  return {bfloat8(_mm_loadu_si128(q)), bfloat8(_mm_loadu_si128(q + 1))};
+}
+
+KV_INLINE __m256i word_at(const uint8_t* p) {
+  int32_t word;
+  __builtin_memcpy(&word, p, 4);
+  return _mm256_set1_epi32(word);
+}
+
+// Codes `first` .. first + 7 of a record: four words of the record cover any of them.
+template <int W, int first>
+KV_INLINE __m256i eight_codes(const uint8_t* record) {
+  constexpr int last = 4 * W - 4;  // the last place in the record where a word can be read
+  if constexpr (W <= 4) {
+    constexpr int byte = first * W / 8 < last ? first * W / 8 : last, bit = first * W - 8 * byte;
+    const __m256i shift = _mm256_setr_epi32(bit, bit + W, bit + 2 * W, bit + 3 * W, bit + 4 * W, bit + 5 * W,
+                                            bit + 6 * W, bit + 7 * W);
+    return _mm256_srlv_epi32(word_at(record + byte), shift);
+  } else {
+    constexpr int low_byte = first * W / 8, low = first * W - 8 * low_byte;
+    constexpr int next = (first + 4) * W, high_byte = next / 8 < last ? next / 8 : last, high = next - 8 * high_byte;
+    const __m256i words = _mm256_blend_epi32(word_at(record + low_byte), word_at(record + high_byte), 0xF0);
+    const __m256i shift =
+        _mm256_setr_epi32(low, low + W, low + 2 * W, low + 3 * W, high, high + W, high + 2 * W, high + 3 * W);
+    return _mm256_srlv_epi32(words, shift);
+  }
+}
+
+// The 16 codes of one half (0, 1) of a record of 32. Nothing outside of the record is read.
+template <int W, int half>
+KV_INLINE Codes codes(const uint8_t* record) {
+  return {eight_codes<W, 16 * half>(record), eight_codes<W, 16 * half + 8>(record)};
+}
+
+KV_INLINE __m256 pick(__m256 low, __m256 high, __m256i code, int bit) {
+  return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(code, 31 - bit)));
+}
+KV_INLINE __m256 sixteen(__m256i c, Vec table) {
+  return pick(_mm256_permutevar8x32_ps(table.a, c), _mm256_permutevar8x32_ps(table.b, c), c, 3);
+}
+template <int W>
+KV_INLINE __m256 pick_eight(__m256i c, Vec low, Vec high) {
+  if constexpr (W <= 3) return _mm256_permutevar8x32_ps(low.a, c);
+  if constexpr (W == 4) return sixteen(c, low);
+  return pick(sixteen(c, low), sixteen(c, high), c, 4);
+}
+// Tables of up to 32 entries in registers; `high` is for W = 5 alone.
+template <int W>
+KV_INLINE Vec pick_from(Codes c, Vec low, Vec high) {
+  return {pick_eight<W>(c.a, low, high), pick_eight<W>(c.b, low, high)};
+}
+// table: 16 entries for W <= 4, else 2**W
+template <int W>
+KV_INLINE Vec look_up(Codes c, const float* table) {
+  if constexpr (W <= 4) return pick_from<W>(c, load(table), Vec{});
+  if constexpr (W == 5) return pick_from<W>(c, load(table), load(table + 16));
+  const __m256i mask = _mm256_set1_epi32((1 << W) - 1);
+  return {_mm256_i32gather_ps(table, _mm256_and_si256(c.a, mask), 4),
+          _mm256_i32gather_ps(table, _mm256_and_si256(c.b, mask), 4)};
+}
+KV_INLINE void transpose_eight(__m256& a, __m256& b, __m256& c, __m256& d) {
+  const __m256d ab = _mm256_castps_pd(_mm256_unpacklo_ps(a, b)), ab2 = _mm256_castps_pd(_mm256_unpackhi_ps(a, b));
+  const __m256d cd = _mm256_castps_pd(_mm256_unpacklo_ps(c, d)), cd2 = _mm256_castps_pd(_mm256_unpackhi_ps(c, d));
+  a = _mm256_castpd_ps(_mm256_unpacklo_pd(ab, cd)), b = _mm256_castpd_ps(_mm256_unpackhi_pd(ab, cd));
+  c = _mm256_castpd_ps(_mm256_unpacklo_pd(ab2, cd2)), d = _mm256_castpd_ps(_mm256_unpackhi_pd(ab2, cd2));
+}
+// Transposes the four 4 x 4 blocks that four rows of 16 are made of; its own inverse.
+KV_INLINE void transpose4(Vec (&r)[4]) {
+  transpose_eight(r[0].a, r[1].a, r[2].a, r[3].a);
+  transpose_eight(r[0].b, r[1].b, r[2].b, r[3].b);
+}
+// Its four quarters, `step` floats apart.
+KV_INLINE void store_quarters(float* p, int step, Vec v) {
+  _mm_storeu_ps(p, _mm256_castps256_ps128(v.a)), _mm_storeu_ps(p + step, _mm256_extractf128_ps(v.a, 1));
+  _mm_storeu_ps(p + 2 * step, _mm256_castps256_ps128(v.b)), _mm_storeu_ps(p + 3 * step, _mm256_extractf128_ps(v.b, 1));
+}
+// Each of the four floats at p four times.
+KV_INLINE Vec spread4(const float* p) {
+  const __m256 both = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));
+  return {_mm256_permutevar_ps(both, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1)),
+          _mm256_permutevar_ps(both, _mm256_setr_epi32(2, 2, 2, 2, 3, 3, 3, 3))};
+}
+
+// Lane i looks into the table that begins at table[i * entries].
+template <int W>
+KV_INLINE Vec look_up_own(Codes c, const float* table, int entries) {
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), mask = _mm256_set1_epi32((1 << W) - 1);
+  const __m256i start = _mm256_mullo_epi32(lane, _mm256_set1_epi32(entries));
+  return {_mm256_i32gather_ps(table, _mm256_add_epi32(_mm256_and_si256(c.a, mask), start), 4),
+          _mm256_i32gather_ps(table + 8 * entries, _mm256_add_epi32(_mm256_and_si256(c.b, mask), start), 4)};
+}
+
+}  // namespace
+
+#include "sparse.h"

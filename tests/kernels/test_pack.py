@@ -1,0 +1,123 @@
+"""The packing kernel writes the bytes of the reference."""
+
+import pytest
+import torch
+
+from kvcalib.fit.feedback import fit_feedback
+from kvcalib.kernels import reference
+from kvcalib.kernels.cpu import build
+from kvcalib.kernels.cpu.attend import ISAS, supported
+from kvcalib.kernels.cpu.pack import pack
+from kvcalib.quant.codec import dequantise
+from kvcalib.quant.page import PageLayout, read_page
+from kvcalib.quant.spec import PAGE, CacheSpec, TensorSpec
+from tests.kernels.packed import Shape, make_rope, make_tables
+from tests.kernels.test_cpu import KEY, KEYS, VALUE, VALUES
+
+SHAPES = {
+    "plain": Shape(),
+    "narrow": Shape(dim=20, value_dim=36, heads=3),
+    "wide": Shape(dim=128, value_dim=80, heads=1),
+    "partial rotary": Shape(dim=64, rotary=24, gain=1.3),
+    "bfloat16": Shape(dtype=torch.bfloat16),
+    "float16": Shape(dtype=torch.float16),
+    "float64": Shape(dtype=torch.float64),
+}
+SUMS = {"token, per head", "norm", "mixed", "mixed, norm", "mixed, per channel"}
+"""Specs whose ranges, ranks or rotations are sums, which torch adds up in another order."""
+
+pytestmark = pytest.mark.skipif(not build.has_compiler(), reason="no C++ compiler")
+
+
+@pytest.fixture(params=ISAS)
+def isa(request):
+    if request.param not in supported():
+        pytest.skip(f"this processor has no {request.param}")
+    return request.param
+
+
+def inputs(shape: Shape, pages: int = 3):
+    g = torch.Generator().manual_seed(7)
+    buffer = torch.randn(2, shape.heads, pages * PAGE + 9, shape.dim + shape.value_dim, generator=g)
+    buffer *= 1 + 10 * (torch.rand(buffer.shape, generator=g) < 0.01)
+    both = buffer[0].to(shape.dtype)
+    key, value = both[..., : shape.dim], both[..., shape.dim :]
+    columns = torch.randperm(pages * PAGE + 9, generator=g)[: pages * PAGE].sort().values
+    positions = 1000 + torch.arange(pages * PAGE) + 50 * (torch.arange(pages * PAGE) >= PAGE)
+    counts = torch.tensor([PAGE] * (pages - 1) + [11])
+    return key, value, columns, positions, counts
+
+
+def both(key_spec: TensorSpec, value_spec: TensorSpec, shape: Shape, isa: str | None = None):
+    """Pages of the kernel, pages of the reference, layout, tables."""
+    g = torch.Generator().manual_seed(3)
+    tables = [
+        _with_feedback(make_tables(spec, shape.heads, dim, g), spec, g)
+        for spec, dim in ((key_spec, shape.dim), (value_spec, shape.value_dim))
+    ]
+    layout = PageLayout(CacheSpec(key_spec, value_spec, 0, 0), *tables)
+    arguments = (*inputs(shape), layout, *tables, make_rope(shape))
+    return pack(*arguments, isa=isa), reference.pack(*arguments), layout, tables
+
+
+def _with_feedback(tables, spec: TensorSpec, g):
+    if spec.rounding != "feedback":
+        return tables
+    grad = torch.randn(500, *tables.zero.shape, generator=g) + 2 * torch.randn(
+        500, tables.zero.shape[0], 1, generator=g
+    )
+    matrix, order, weight = fit_feedback(grad)
+    return tables._replace(feedback=matrix, order=order, weight=weight if spec.ranks_by_error else None)
+
+
+def check(found, expected, layout, tables, *, exactly: bool) -> None:
+    if exactly:
+        assert torch.equal(found, expected)
+        return
+    assert (found == expected).float().mean() > 0.98
+    for index, name in enumerate(("key", "value")):
+        spec = layout.tensor_spec(name)
+        values = [dequantise(read_page(pages, layout)[index], spec, tables[index]) for pages in (found, expected)]
+        assert (values[0] - values[1]).norm() < 0.02 * values[1].norm()
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_keys(key, isa):
+    exactly = key not in SUMS
+    check(*both(KEYS[key], VALUES["fp8"], Shape(), isa), exactly=exactly)
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_values(value, isa):
+    exactly = value not in SUMS and not (VALUES[value].range == "token" and VALUES[value].outliers)
+    check(*both(KEYS["fp8"], VALUES[value], Shape(), isa), exactly=exactly)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes(shape, isa):
+    check(*both(KEY, VALUE, SHAPES[shape], isa), exactly=False)
+
+
+@pytest.mark.parametrize("key", ["static 3", "mixed", "group of 8", "token", "mixed, norm"])
+def test_error_feedback(key, isa):
+    spec = TensorSpec(**(KEYS[key].__dict__ | {"rounding": "feedback"}))
+    check(*both(spec, VALUE, Shape(), isa), exactly=False)
+
+
+def test_instruction_sets_write_the_same_bytes():
+    found = [both(KEY, VALUE, Shape(heads=3, dim=64, value_dim=64), isa)[0] for isa in supported()]
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+def test_ties_and_constants():
+    """Equal scores everywhere: as many outliers as ever, and a step of 0."""
+    shape, g = Shape(), torch.Generator().manual_seed(3)
+    tables = [make_tables(spec, shape.heads, shape.dim, g) for spec in (KEYS["group of 8"], VALUE)]
+    layout = PageLayout(CacheSpec(KEYS["group of 8"], VALUE, 0, 0), *tables)
+    key, value, *where = inputs(shape)
+    flat = (tables[1].zero + tables[1].scale)[:, None].expand(value.shape).contiguous()  # u = 1 everywhere
+    pages = pack(torch.ones_like(key), flat, *where, layout, *tables, make_rope(Shape(rotary=0)))
+    rows = layout.read(pages, "value_rows")
+    assert (rows[:, -1] == layout.sections["value_positions"].shape[0]).all()
+    back = dequantise(read_page(pages, layout)[1], VALUE, tables[1])
+    torch.testing.assert_close(back[0], flat[:, :PAGE].transpose(0, 1), rtol=0, atol=2e-3)
