@@ -1,7 +1,7 @@
 """Families x batch x scenario x attention: identity, and real bits inside the window, equal DynamicCache.
 
 Every family meets every scenario in the default run, in one of four combinations of batch and attention that rotate
-so that each pair of them meets; the other three are marked slow.
+so that each pair of them meets; the other three are marked exhaustive.
 """
 
 import gc
@@ -30,7 +30,7 @@ def cells():
             only = ONLY.get(family.split("-")[0])
             ways = [way for way in WAYS if possible(family, scenario, way[0]) and only in (None, way[1])]
             for k, (batch, attention) in enumerate(ways):
-                marks = () if k == (i + j) % len(ways) else (pytest.mark.slow,)
+                marks = () if k == (i + j) % len(ways) else (pytest.mark.slow, pytest.mark.exhaustive)
                 name = f"{family}-{scenario}-{batch}-{attention}"
                 yield pytest.param(family, scenario, batch, attention, id=name, marks=marks)
 
