@@ -106,6 +106,7 @@ def _write(out, value: ctypes.Structure, buffers, last: str | None = None) -> No
     """One struct and everything that it points to, the buffer of field `last` at the end."""
     data = bytes(value)
     contents = dict(_content(buffer) for buffer in buffers)
+    contents.pop(0, None)  # an empty tensor is nowhere
     places = [(name, place) for name, place in _pointers(type(value), 0) if _address(data, place) in contents]
     places.sort(key=lambda item: item[0] == last)
     out.write(struct.pack("<q", len(data)) + data + struct.pack("<q", len(places)))
