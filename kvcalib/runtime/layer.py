@@ -71,16 +71,17 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         """Output [B, T, Hq, Dv] and weights; see Handle."""
         tokens = query.shape[2]
         allowed = None if mask is None else _allowed(mask, query.shape[0], self.store.length)
-        with torch.inference_mode(False), torch.no_grad():
-            if allowed is not None:
+        if allowed is not None:
+            with torch.inference_mode(False), torch.no_grad():
                 self.store.drop_padding(allowed[..., self.store.length - tokens :].any(1))
             self.store.check_hidden(allowed, tokens)
         if self.store.has_moved:
             output, weights = self._attend_packed(module, query, allowed, options), None
         else:
             output, weights = base(query, *self.store.recent(), mask)
-        with torch.inference_mode(False), torch.no_grad():
-            self.store.flush()
+        if self.store.may_flush:
+            with torch.inference_mode(False), torch.no_grad():
+                self.store.flush()
         return output, weights
 
     def _attend_packed(self, module, query: torch.Tensor, allowed: torch.Tensor | None, options: dict) -> torch.Tensor:

@@ -15,6 +15,8 @@ sliding window forget pages that no later query can see.
 Nothing here knows transformers.
 """
 
+from functools import lru_cache
+
 import torch
 
 from kvcalib.errors import ConfigError, UnsupportedModel
@@ -189,9 +191,14 @@ class LayerStore:
 
     # --- departure to pages ------------------------------------------------------------------------------------
 
+    @property
+    def may_flush(self) -> bool:
+        """Whether there are tokens enough for a page before the window."""
+        return self.spec.quantised and self.recent_length >= PAGE + self.spec.window
+
     def flush(self) -> None:
         """Moves every complete page that lies before the window out of the recent buffer."""
-        if not self.spec.quantised or self.recent_length < PAGE + self.spec.window:
+        if not self.may_flush:
             return
         moved = [self._flush_row(row) for row in range(self.batch)]
         if any(moved):
@@ -301,12 +308,13 @@ class LayerStore:
             visible = (ahead <= torch.arange(tokens, device=device)[:, None]).expand(self.batch, -1, -1)
         else:
             visible = allowed[..., self.length - self.recent_length :]
+        counts = _count_tensors(tuple(self.page_counts), tuple(self.sink_counts), device)
         return Packed(
             pages=self.pages,
-            page_counts=torch.tensor(self.page_counts, device=device),
+            page_counts=counts[0],
             sink_key=self.sink_key,
             sink_value=self.sink_value,
-            sink_counts=torch.tensor(self.sink_counts, device=device),
+            sink_counts=counts[1],
             recent_key=key,
             recent_value=value,
             recent_visible=self.waiting[:, None, :] if visible is None else visible & self.waiting[:, None, :],
@@ -372,6 +380,13 @@ class LayerStore:
         for name in self.tensors():
             setattr(self, name, None)
         self.layout, self.length = None, 0
+
+
+@lru_cache(maxsize=64)
+def _count_tensors(*counts_and_device) -> tuple[torch.Tensor, ...]:
+    """Counts that change once in 32 tokens, the same in every layer, as tensors that nobody writes to."""
+    *counts, device = counts_and_device
+    return tuple(torch.tensor(count, device=device) for count in counts)
 
 
 def _page_sizes(positions: torch.Tensor, ready: int) -> list[int]:

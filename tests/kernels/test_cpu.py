@@ -24,6 +24,7 @@ KEYS = {
     "static, per channel": TensorSpec(4, "nuq", "static", rope="pre", books="channel"),
     "fp8": TensorSpec(8, "fp8", "static", rope="post"),
     "mixed": TensorSpec(5, "mixed", "static", rope="pre", outliers=0.01, rank="error"),
+    "mixed to 6": TensorSpec(6, "mixed", "static", rope="pre", outliers=0.01, rank="error"),
     "mixed, per channel": TensorSpec(5, "mixed", "static", rope="pre", books="channel"),
     "mixed, norm": TensorSpec(5, "mixed", "norm", rope="pre", outliers=0.01, rank="error", scope="head"),
     **{f"group of {n}": TensorSpec(4, "uniform", "group", group=n, rope="pre", outliers=0.02) for n in (1, 8, 16, 32)},
@@ -45,6 +46,7 @@ VALUES = {
     "fp8": TensorSpec(8, "fp8", "static"),
     "norm": TensorSpec(4, "nf", "norm", rotation="hadamard", outliers=0.01, rank="error"),
     "mixed": TensorSpec(5, "mixed", "norm", rotation="hadamard"),
+    "mixed to 6": TensorSpec(6, "mixed", "norm", rotation="hadamard"),
     "mixed, per channel": TensorSpec(5, "mixed", "norm", books="channel", scope="head"),
     "identity": IDENTITY,
 }

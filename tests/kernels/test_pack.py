@@ -23,7 +23,7 @@ SHAPES = {
     "float16": Shape(dtype=torch.float16),
     "float64": Shape(dtype=torch.float64),
 }
-SUMS = {"token, per head", "norm", "mixed", "mixed, norm", "mixed, per channel"}
+SUMS = {"token, per head", "norm", "mixed", "mixed to 6", "mixed, norm", "mixed, per channel"}
 """Specs whose ranges, ranks or rotations are sums, which torch adds up in another order."""
 
 pytestmark = pytest.mark.skipif(not build.has_compiler(), reason="no C++ compiler")

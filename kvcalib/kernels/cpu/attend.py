@@ -1,6 +1,7 @@
 """Attention over packed pages by the compiled kernel: the same signature and meaning as `kernels.reference.attend`."""
 
 import ctypes
+import operator
 import weakref
 from functools import cache
 
@@ -47,7 +48,7 @@ def plan_of(packed: Packed) -> Plan:
 
 def plan_for(layout: PageLayout, *made_from) -> Plan:
     plan = _plans.get(layout)
-    if plan is None or any(a is not b for a, b in zip(plan.made_from, made_from, strict=True)):
+    if plan is None or not all(map(operator.is_, plan.made_from, made_from)):
         plan = _plans[layout] = Plan(layout, *made_from)
     return plan
 

@@ -11,7 +11,8 @@ from ctypes import Structure, c_int32, c_int64, c_void_p
 
 import torch
 
-from kvcalib.kernels.cpu.attend import FLOAT_TYPES, ISAS, fastest, native, plan_for
+from kvcalib.kernels.cpu.attend import FLOAT_TYPES, ISAS, fastest, native
+from kvcalib.kernels.cpu.attend import plan_for as layer_plan
 from kvcalib.quant.codebook import table_of
 from kvcalib.quant.page import PageLayout
 from kvcalib.quant.rope import Rope, cos_sin
@@ -112,8 +113,17 @@ def pack(
     isa: str | None = None,
 ) -> torch.Tensor:
     """See `kernels.reference.pack`."""
-    plan = _plan_for(layout, key_tables, value_tables)
     pages = torch.empty(len(counts), layout.nbytes, dtype=torch.uint8)
+    call, _alive = call_struct(key, value, columns, positions, counts, layout, rope, pages)
+    struct = layer_plan(layout, key_tables, value_tables, rope).struct
+    own = plan_for(layout, key_tables, value_tables).struct
+    if native().kv_pack(*map(ctypes.byref, (struct, own, call)), ISAS[isa or fastest()]):
+        raise MemoryError("the packing kernel could not allocate its scratch memory")
+    return pages
+
+
+def call_struct(key, value, columns, positions, counts, layout: PageLayout, rope: Rope, pages: torch.Tensor):
+    """The call as the kernel reads it, and the tensors that it points to."""
     if key.dtype not in FLOAT_TYPES or key.dtype != value.dtype:
         key, value = key.float(), value.float()
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
@@ -125,14 +135,10 @@ def pack(
         *((None, None) if cosine is None else (cosine.data_ptr(), sine.data_ptr())),
         *(pages.data_ptr(), FLOAT_TYPES[key.dtype], torch.get_num_threads()),
     )
-    struct = plan_for(layout, key_tables, value_tables, rope).struct
-    arguments = (ctypes.byref(struct), ctypes.byref(plan.struct), ctypes.byref(call), ISAS[isa or fastest()])
-    if native().kv_pack(*arguments):
-        raise MemoryError("the packing kernel could not allocate its scratch memory")
-    return pages
+    return call, (key, value, columns, cosine, sine, first, counts)
 
 
-def _plan_for(layout: PageLayout, key_tables: Tables, value_tables: Tables) -> PackPlan:
+def plan_for(layout: PageLayout, key_tables: Tables, value_tables: Tables) -> PackPlan:
     plan = _plans.get(layout)
     if plan is None or plan.made_from[0] is not key_tables or plan.made_from[1] is not value_tables:
         plan = _plans[layout] = PackPlan(layout, key_tables, value_tables)

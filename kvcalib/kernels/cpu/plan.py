@@ -1,7 +1,7 @@
 """What the kernel needs to know of a layer, prepared once: the structs of native/layer.h and what they point to.
 
 Tables are laid out for look-ups in registers: 16 entries where a width has up to 16 levels (repeated to fill them),
-2**width beyond. Keys with a static range and up to 5 bits get a table per channel with the frame folded in
+2**width beyond. Keys with a static range and up to 6 bits get a table per channel with the frame folded in
 (level * scale + zero), which saves the kernel all arithmetic between look-up and rotation.
 """
 
@@ -18,7 +18,7 @@ from kvcalib.quant.rotation import largest_power_of_two
 from kvcalib.quant.spec import PAGE, Tables
 
 _RANGES = {"static": 0, "group": 1, "token": 2, "norm": 2}
-_NARROW_BITS = 5
+_NARROW_BITS = 6
 _DIGITS, _BASE = 4, 64
 """Positions are written with four digits to base 64, each with its table of cos and sin."""
 

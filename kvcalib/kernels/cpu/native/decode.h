@@ -6,19 +6,22 @@
 
 namespace {
 
-// A table of up to 32 levels in registers.
+// A table of up to 64 levels in registers.
 struct Table {
-  Vec low, high;
+  Vec v[4];
 };
 template <int W>
 KV_INLINE Table table_at(const float* p) {
-  return {load(p), W == 5 ? load(p + kLanes) : splat(0.0f)};
+  Table t{};
+  for (int i = 0; i == 0 || kLanes * i < 1 << W; ++i) t.v[i] = load(p + kLanes * i);
+  return t;
 }
 // table * step + base: cheaper than the same for whatever is looked up.
 template <int W>
 KV_INLINE Table scaled(Table t, float step, float base) {
   const Vec a = splat(step), b = splat(base);
-  return {fma(t.low, a, b), W == 5 ? fma(t.high, a, b) : t.high};
+  for (int i = 0; i == 0 || kLanes * i < 1 << W; ++i) t.v[i] = fma(t.v[i], a, b);
+  return t;
 }
 
 template <int NQ>
@@ -53,8 +56,8 @@ static void score_run(const RunOf in, Sums<NQ>& result) {
     }
     Vec x[kHalves], y[kHalves];
     for (int h = 0; h < kHalves; ++h) {
-      x[h] = pick_from<W>(codes<W, 0>(record + h * in.half_bytes), first.low, first.high);
-      y[h] = pick_from<W>(codes<W, 1>(record + h * in.half_bytes), second.low, second.high);
+      x[h] = pick_from<W>(codes<W, 0>(record + h * in.half_bytes), first.v);
+      y[h] = pick_from<W>(codes<W, 1>(record + h * in.half_bytes), second.v);
     }
     if (in.run.rotates)
       for (int h = 0; h < kHalves; ++h) {
@@ -125,7 +128,7 @@ static void decode_scores(const uint8_t* page, const Layer& layer, int head, con
       switch (in.run.width) {
 #define KV_CASE(W) \
   case W: score_run<W, NQ, ranged>(in, sums); break;
-        KV_CASE(1) KV_CASE(2) KV_CASE(3) KV_CASE(4) KV_CASE(5)
+        KV_CASE(1) KV_CASE(2) KV_CASE(3) KV_CASE(4) KV_CASE(5) KV_CASE(6)
 #undef KV_CASE
       }
       in.record += 4 * in.run.width * in.run.units, in.units += in.run.units;
@@ -157,8 +160,8 @@ static void value_tiles(const uint8_t* record, int64_t next_page, const Run run,
     for (int n = 0; n < NQ; ++n) even[n] = load(out + n * padded), odd[n] = splat(0.0f);
     for (int t = 0; t < kPage; t += 2, record += 4 * W) {
       __builtin_prefetch(record + next_page);
-      const Vec x = pick_from<W>(codes<W, 0>(record), levels.low, levels.high);
-      const Vec y = pick_from<W>(codes<W, 1>(record), levels.low, levels.high);
+      const Vec x = pick_from<W>(codes<W, 0>(record), levels.v);
+      const Vec y = pick_from<W>(codes<W, 1>(record), levels.v);
       for (int n = 0; n < NQ; ++n) {
         even[n] = fma(splat(weights[n * kPage + t]), x, even[n]);
         odd[n] = fma(splat(weights[n * kPage + t + 1]), y, odd[n]);
@@ -235,7 +238,7 @@ static void decode_values(const uint8_t* page, const Layer& layer, int head, con
     switch (run.width) {
 #define KV_CASE(W) \
   case W: value_tiles<W, NQ>(record, layer.page_bytes, run, table, work, to, padded); break;
-      KV_CASE(1) KV_CASE(2) KV_CASE(3) KV_CASE(4) KV_CASE(5)
+      KV_CASE(1) KV_CASE(2) KV_CASE(3) KV_CASE(4) KV_CASE(5) KV_CASE(6)
 #undef KV_CASE
     }
     record += static_cast<int64_t>(2) * run.width * kPage * run.units, to += run.units * kLanes;

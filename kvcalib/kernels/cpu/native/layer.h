@@ -29,7 +29,7 @@ struct Side {
   int32_t cells;         // kToken: cells of one token, all heads: 1, H or H * D / group
   int32_t folded;        // tables hold level * scale + zero of their channel
   int32_t channel_books; // values: one table per channel, 16 of a tile side by side
-  int32_t narrow;        // no width above 5
+  int32_t narrow;        // no width above 6
   float center;          // values: tables hold level - center, so that large levels and bases do not cancel
   int64_t step_at, base_at, corrections_at, positions_at, rows_at, codes_at;
   const float* zero;     // [H, padded]

@@ -127,21 +127,25 @@ KV_INLINE __m256 sixteen(__m256i c, Vec table) {
   return pick(_mm256_permutevar8x32_ps(table.a, c), _mm256_permutevar8x32_ps(table.b, c), c, 3);
 }
 template <int W>
-KV_INLINE __m256 pick_eight(__m256i c, Vec low, Vec high) {
-  if constexpr (W <= 3) return _mm256_permutevar8x32_ps(low.a, c);
-  if constexpr (W == 4) return sixteen(c, low);
-  return pick(sixteen(c, low), sixteen(c, high), c, 4);
+KV_INLINE __m256 pick_eight(__m256i c, const Vec (&table)[4]) {
+  if constexpr (W <= 3) return _mm256_permutevar8x32_ps(table[0].a, c);
+  if constexpr (W == 4) return sixteen(c, table[0]);
+  const __m256 low = pick(sixteen(c, table[0]), sixteen(c, table[1]), c, 4);
+  if constexpr (W == 5) return low;
+  return pick(low, pick(sixteen(c, table[2]), sixteen(c, table[3]), c, 4), c, 5);
 }
-// Tables of up to 32 entries in registers; `high` is for W = 5 alone.
+// A table of 2**W entries in registers, 16 in each; W <= 6.
 template <int W>
-KV_INLINE Vec pick_from(Codes c, Vec low, Vec high) {
-  return {pick_eight<W>(c.a, low, high), pick_eight<W>(c.b, low, high)};
+KV_INLINE Vec pick_from(Codes c, const Vec (&table)[4]) {
+  return {pick_eight<W>(c.a, table), pick_eight<W>(c.b, table)};
 }
 // table: 16 entries for W <= 4, else 2**W
 template <int W>
 KV_INLINE Vec look_up(Codes c, const float* table) {
-  if constexpr (W <= 4) return pick_from<W>(c, load(table), Vec{});
-  if constexpr (W == 5) return pick_from<W>(c, load(table), load(table + 16));
+  if constexpr (W <= 5) {
+    const Vec entries[4] = {load(table), W == 5 ? load(table + 16) : Vec{}};
+    return pick_from<W>(c, entries);
+  }
   const __m256i mask = _mm256_set1_epi32((1 << W) - 1);
   return {_mm256_i32gather_ps(table, _mm256_and_si256(c.a, mask), 4),
           _mm256_i32gather_ps(table, _mm256_and_si256(c.b, mask), 4)};

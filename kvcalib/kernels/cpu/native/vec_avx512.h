@@ -90,11 +90,14 @@ KV_INLINE Codes clean(Codes c) {
   return _mm512_and_si512(c, _mm512_set1_epi32((1 << W) - 1));
 }
 
-// Tables of up to 32 entries in registers; `high` is for W = 5 alone.
+// A table of 2**W entries in registers, 16 in each; W <= 6.
 template <int W>
-KV_INLINE Vec pick_from(Codes c, Vec low, Vec high) {
-  if constexpr (W <= 4) return _mm512_permutexvar_ps(c, low);
-  return _mm512_permutex2var_ps(low, c, high);
+KV_INLINE Vec pick_from(Codes c, const Vec (&table)[4]) {
+  if constexpr (W <= 4) return _mm512_permutexvar_ps(c, table[0]);
+  const Vec low = _mm512_permutex2var_ps(table[0], c, table[1]);
+  if constexpr (W == 5) return low;
+  const __mmask16 upper = _mm512_test_epi32_mask(c, _mm512_set1_epi32(32));
+  return _mm512_mask_blend_ps(upper, low, _mm512_permutex2var_ps(table[2], c, table[3]));
 }
 // Transposes the four 4 x 4 blocks that four rows of 16 are made of; its own inverse.
 KV_INLINE void transpose4(Vec (&r)[4]) {

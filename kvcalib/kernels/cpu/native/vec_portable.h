@@ -110,12 +110,12 @@ KV_INLINE Vec look_up(const Codes& c, const float* table) {
   for (int i = 0; i < kLanes; ++i) r.x[i / 4][i % 4] = table[c.x[i]];
   return r;
 }
-// Tables of up to 32 entries; `high` is for W = 5 alone.
+// A table of 2**W entries, 16 in each vector; W <= 6.
 template <int W>
-KV_INLINE Vec pick_from(const Codes& c, const Vec& low, const Vec& high) {
-  float table[32];
-  store(table, low), store(table + 16, high);
-  return look_up<W>(c, table);
+KV_INLINE Vec pick_from(const Codes& c, const Vec (&table)[4]) {
+  float entries[64];
+  for (int i = 0; 16 * i < 1 << W; ++i) store(entries + 16 * i, table[i]);
+  return look_up<W>(c, entries);
 }
 // Transposes the four 4 x 4 blocks that four rows of 16 are made of; its own inverse.
 KV_INLINE void transpose4(Vec (&r)[4]) {
