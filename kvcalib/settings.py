@@ -40,7 +40,7 @@ Range = _choice("Range", "static", "group", "token", "norm")
 Scope = _choice("Scope", "layer", "head", "channels")
 Rope = _choice("Rope", "pre", "post", "none")
 Books = _choice("Books", "layer", "head", "channel")
-Rank = _choice("Rank", "error", "range")
+Rank = _choice("Rank", "error", "range", "threshold", "tails")
 Rotation = _choice("Rotation", "none", "hadamard")
 Rounding = _choice("Rounding", "nearest", "feedback")
 Solver = _choice("Solver", "kmeans", "exact")
@@ -266,6 +266,12 @@ def _tensor_problems(key: str, tensor: TensorSettings) -> Iterator[str]:
         yield f"{key}.rounding=feedback needs quantised levels, not {key}.levels=none"
     if tensor.rounding is Rounding.feedback and not tensor.fisher:
         yield f"{key}.rounding=feedback needs {key}.fisher=true (it is made of gradients)"
+    if tensor.rank is Rank.threshold and tensor.range is not Range.static:
+        yield f"{key}.rank=threshold needs {key}.range=static (the thresholds are the calibrated range)"
+    if tensor.rank is Rank.threshold and tensor.rounding is Rounding.feedback:
+        yield f"{key}.rank=threshold needs {key}.rounding=nearest (feedback takes every stored outlier for exact)"
+    if tensor.rank is Rank.tails and (tensor.range is not Range.token or tensor.scope is not Scope.layer):
+        yield f"{key}.rank=tails needs {key}.range=token and {key}.scope=layer"
     fitted = {Books.head: (Levels.nuq,), Books.channel: (Levels.nuq, Levels.mixed)}
     if tensor.books in fitted and tensor.levels not in fitted[tensor.books]:
         names = " or ".join(levels.value for levels in fitted[tensor.books])
