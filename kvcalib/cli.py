@@ -34,6 +34,13 @@ log = logging.getLogger(__name__)
 
 VALUED = ("-p", "--package", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir")
 """Hydra's options that take the next word."""
+OPTIONS = (
+    *("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "--resolve", "-r", "--run", "-m", "--multirun"),
+    *("-sc", "--shell-completion", "--experimental-rerun", "-i", "--info", *VALUED),
+)
+"""All of Hydra's options; its parser answers another one with a page of usage."""
+PATHS = {"model": "model.path={}", "data": "data=textfile data.path={}"}
+"""Groups whose option is easily taken for a path, and what to type instead."""
 TECHNICAL = ("full_key:", "reference_type=", "object_type=", "See http", "To append", "Config search", "provider=")
 """How the lines start that Hydra adds for those who know it."""
 
@@ -46,9 +53,10 @@ def conf_dir() -> str:
 
 
 def register_schema() -> None:
-    """Tell Hydra about the schema that `conf/config.yaml` names first, and about `~`."""
+    """Tell Hydra about the schema that `conf/config.yaml` names first, about `~`, and how a value is typed."""
     ConfigStore.instance().store(name="schema", node=Settings)
     OmegaConf.register_new_resolver("expanduser", os.path.expanduser, replace=True)
+    OmegaConf.register_new_resolver("typed", lambda value: "null" if value is None else f"'{value}'", replace=True)
 
 
 def to_settings(composed: DictConfig, launch: Path) -> Settings:
@@ -83,11 +91,24 @@ def options_first(arguments: list[str]) -> list[str]:
     return options + settings
 
 
+def unknown_option(arguments: list[str]) -> str:
+    """A sentence for the first word that looks like an option and is none; "" without one."""
+    for word in arguments:
+        name, _, value = word.partition("=")
+        if not name.startswith("-") or name in OPTIONS or re.fullmatch("-(sc|[cpi]).+", name):
+            continue
+        close = [] if value else get_close_matches(name, OPTIONS, n=1)
+        meant = close[0] if close else word.lstrip("-") if value else ""
+        hint = f": did you mean {meant}?" if meant else ":"
+        return f"there is no option {name}{hint} settings are written key=value, `kvcalib --help` lists them"
+    return ""
+
+
 def unknown_key(key: str) -> str:
     """A sentence with the known keys that look most like `key`."""
     known = list(known_keys())
     same_end = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
-    close = get_close_matches(key, known, n=1) or same_end[:2]
+    close = same_end[:2] or get_close_matches(key, known, n=1)
     meant = f": did you mean {' or '.join(close)}?" if close else ":"
     return f"there is no key {key}{meant} `kvcalib --cfg job` lists every key"
 
@@ -95,6 +116,9 @@ def unknown_key(key: str) -> str:
 def explain(error: Exception) -> str:
     """An error of Hydra or OmegaConf, or of making the run folder, as one sentence."""
     if isinstance(error, MissingConfigException) and error.options:
+        group, _, option = str(error.missing_cfg_file).partition("/")
+        if group in PATHS and ("/" in option or "." in option):
+            return f"{group}={option} is no option but looks like a path: use {PATHS[group].format(option)}"
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         return f"{group}={option} is no option: use {group}= one of {', '.join(error.options)}"
     if isinstance(error, OSError) and error.filename:
@@ -131,8 +155,8 @@ def run_cell(composed: DictConfig) -> tuple[str, dict]:
 
     settings = to_settings(composed, Path(HydraConfig.get().runtime.cwd))
     log.info("kvcalib %s: run %s", __version__, settings.name)
-    session = Session(settings)
-    done = pipeline.run(settings, stages.TABLE, session, progress=progress, prepare=stages.prepare)
+    session, table = Session(settings), stages.table_of(settings)
+    done = pipeline.run(settings, table, session, progress=progress, prepare=stages.prepare)
     metrics = (read_json(done["evaluate"].path / "metrics.json") if "evaluate" in done else None) or {}
     folders = {name: (str(result.path), result.describe()) for name, result in done.items()}
     if HydraConfig.get().mode is RunMode.MULTIRUN:
@@ -141,6 +165,32 @@ def run_cell(composed: DictConfig) -> tuple[str, dict]:
         print(speed.text(read_json(done["bench"].path / "bench.json")), end="\n\n")
     print(overview(metrics, folders, exact=_exact(settings)))
     return settings.name, metrics
+
+
+def run_frontier(composed: DictConfig) -> tuple[str, dict]:
+    """All the methods of a comparison; returns its name and no metrics."""
+    from kvcalib import frontier
+
+    launch, task = Path(HydraConfig.get().runtime.cwd), list(HydraConfig.get().overrides.task)
+    settings = to_settings(composed, launch)
+    frontier.check_typed({override_key(word) for word in task})
+
+    def member_settings(words: list[str]) -> Settings:
+        own = {override_key(word) for word in words}
+        kept = [word for word in task if override_key(word) not in own]
+        try:
+            return to_settings(hydra.compose("config", overrides=kept + words), launch)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError(explain(error)) from error
+
+    log.info("kvcalib %s: frontier %s", __version__, settings.name)
+    print(frontier.run(settings, member_settings, progress=progress))
+    return settings.name, {}
+
+
+def override_key(word: str) -> str:
+    """`+quant.key.bits=3` -> `quant.key.bits`"""
+    return word.lstrip("+~").split("=")[0].split("@")[0]
 
 
 def _exact(settings: Settings) -> str:
@@ -164,7 +214,7 @@ class App:
         """Turn a user's mistake into one sentence; the other cells of a sweep still run."""
         self.started = True
         try:
-            name, metrics = run_cell(composed)
+            name, metrics = (run_frontier if composed.get("frontier") else run_cell)(composed)
         except KvcalibError as error:
             if self.full_errors:
                 raise
@@ -182,6 +232,9 @@ def main() -> None:
     app = App(os.environ.get("HYDRA_FULL_ERROR", "0") != "0")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises its errors instead of printing them
     sys.argv[1:] = options_first(sys.argv[1:])
+    if wrong := unknown_option(sys.argv[1:]):
+        print(f"kvcalib: {wrong}", file=sys.stderr)
+        sys.exit(1)
 
     @hydra.main(version_base="1.3", config_path=conf_dir(), config_name="config")
     def entry(composed: DictConfig) -> float | None:

@@ -121,7 +121,7 @@ class Planner:
         if found and self._current(stage, found):
             return Decision("keep", "up to date", found)
         if found and not self._may_redo(stage, found):
-            raise ConfigError(self._refusal(*self._cause(stage, found)))
+            raise ConfigError(self._refusal(stage, *self._cause(stage, found)))
         other = self._elsewhere(stage)
         return Decision("reuse", why, other) if other else Decision("run", self._reason(stage, found, why))
 
@@ -185,7 +185,14 @@ class Planner:
                 return self._cause(self.stages[need], other)
         return stage, found
 
-    def _refusal(self, stage: Stage, found: Found) -> str:
+    def _refusal(self, refused: Stage, stage: Stage, found: Found) -> str:
+        """refused: the stage that may not be redone; stage: the earliest one that has changed, which causes it."""
+        if refused.name not in self.selected and self._differs_in_format(refused, self.found(refused.name)):
+            return (
+                f"stage {refused.name} of {self.run_dir} is there for another format "
+                f"({self._changes(stage, found)}), and {' or '.join(self.selected)} judges what is there: type "
+                f"stage={refused.name} first, which measures the model no second time, or give name=... for a new run"
+            )
         replace = "stage.force=true" if stage.name in self.selected else "stage=all stage.force=true"
         return (
             f"stage {stage.name} of {self.run_dir} is there with other settings "

@@ -81,8 +81,9 @@ def finished(run_dir: Path, stage: str) -> Found | None:
 
 
 def sibling(runs_root: Path, run_dir: Path, stage: str, wanted: str) -> Found | None:
-    """The same stage with the same fingerprint, finished in another run of the same root."""
-    for path in sorted(runs_root.glob(f"*/{stage}/stage.json")):
+    """The same stage with the same fingerprint, finished in another run of the same root, or one folder below."""
+    places = [*runs_root.glob(f"*/{stage}/stage.json"), *runs_root.glob(f"*/*/{stage}/stage.json")]
+    for path in sorted(places):
         other = path.parent.parent
         found = finished(other, stage) if other != run_dir else None
         if found and "reused_from" not in found.record and found.record["fingerprint"] == wanted:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from functools import cached_property
 
 from kvcalib.errors import ConfigError
-from kvcalib.settings import PAGE, Device, Levels, Range, Scope, Settings, plain
+from kvcalib.records import fingerprint
+from kvcalib.settings import PAGE, Device, Levels, Order, Range, Scope, Settings, plain
 
 MODEL_KEYS = (
     "source", "path", "gguf_file", "packages", "sha256", "revision", "dtype", "config",
@@ -19,8 +20,10 @@ MODEL_KEYS = (
 class Session:
     """Model, tokenizer and text of one run: loaded by the first stage that needs them."""
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: Settings, loaded: dict | None = None):
+        """loaded: holds the model last loaded, for sessions that follow one another."""
         self.settings = settings
+        self._loaded = {} if loaded is None else loaded
 
     @cached_property
     def loaded(self) -> tuple:
@@ -35,7 +38,12 @@ class Session:
             torch.set_num_threads(settings.threads)
         kept = plain(settings.model)
         arguments = {key: kept[key] for key in (*MODEL_KEYS, "install")}
-        return load_model(**arguments, device=_device(settings.device), seed=settings.seed)
+        arguments |= {"device": _device(settings.device), "seed": settings.seed}
+        wanted = fingerprint(arguments)
+        if wanted not in self._loaded:
+            self._loaded.clear()
+            self._loaded[wanted] = load_model(**arguments)
+        return self._loaded[wanted]
 
     @property
     def model(self):
@@ -70,26 +78,31 @@ class Session:
     def calibration(self):
         """Token windows of the calibration text."""
         data = self.settings.data
-        return self._windows("calibration", data.windows, data.length)
+        return self._windows(
+            "calibration", (data.name, data.path, data.eval_path), data.windows, data.length, data.order
+        )
 
     @cached_property
     def evaluation(self):
         """Token windows of the held-out text."""
-        measure = self.settings.eval
-        return self._windows("evaluation", measure.windows, measure.length)
+        measure, data = self.settings.eval, self.settings.data
+        source = (data.name, data.path, data.eval_path)
+        if measure.text:
+            source = (measure.text.value, measure.text_path, None)
+        return self._windows("evaluation", source, measure.windows, measure.length, measure.order or data.order)
 
-    def _windows(self, split: str, count: int, length: int):
+    def _windows(self, split: str, source: tuple, count: int, length: int, order: Order):
+        """source: name, path and eval_path of a text."""
         from kvcalib.data.corpora import load_text
         from kvcalib.data.windows import make_windows
 
-        data = self.settings.data
-        text = load_text(data.name, data.path, split, eval_path=data.eval_path)
+        text = load_text(*source[:2], split, eval_path=source[2])
         return make_windows(
             text,
             self.tokenizer,
             count=count,
             length=length,
-            order=data.order.value,
+            order=order.value,
             seed=self.settings.seed,
             max_length=self.settings.model.context,
         )

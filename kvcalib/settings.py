@@ -14,16 +14,17 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from kvcalib.errors import ConfigError
 
-STAGES = ("collect", "fisher", "outliers", "codebooks", "export", "evaluate", "bench", "report")
+STAGES = ("collect", "fisher", "outliers", "codebooks", "export", "reference", "measure", "evaluate", "bench", "report")
 PAGE = 32
 MAX_OUTLIERS = 0.025
 SHORTEST_NEEDLE = 16
 TIMED_EXACT = 132
 """Sink and window of the formats that `bench.formats` names."""
+NEEDLE_TASKS = ("passkey", "several", "tracking")
 
 
 def _choice(name: str, *allowed: str) -> type[Enum]:
@@ -34,15 +35,17 @@ def _choice(name: str, *allowed: str) -> type[Enum]:
 Device = _choice("Device", "auto", "cpu", "cuda")
 Source = _choice("Source", "hub", "gguf", "random")
 Dtype = _choice("Dtype", "auto", "float32", "bfloat16", "float16")
+Text = _choice("Text", "pydoc", "pycode", "wikitext2", "c4", "textfile")
 Order = _choice("Order", "spread", "start", "random")
 Levels = _choice("Levels", "uniform", "nuq", "nf", "mixed", "fp8", "none")
 Range = _choice("Range", "static", "group", "token", "norm")
 Scope = _choice("Scope", "layer", "head", "channels")
 Rope = _choice("Rope", "pre", "post", "none")
 Books = _choice("Books", "layer", "head", "channel")
-Rank = _choice("Rank", "error", "range")
+Rank = _choice("Rank", "error", "range", "threshold", "tails")
 Rotation = _choice("Rotation", "none", "hadamard")
 Rounding = _choice("Rounding", "nearest", "feedback")
+Library = _choice("Library", "quanto", "hqq")
 Solver = _choice("Solver", "kmeans", "exact")
 Timed = _choice("Timed", "quant", "group4", "group2", "post4")
 Peer = _choice("Peer", "full", "bfloat16", "quanto4", "quanto2", "hqq4", "hqq2")
@@ -121,11 +124,15 @@ class StageSettings:
 
 @dataclass
 class EvalSettings:
-    """What is measured on held-out text."""
+    """What is measured on held-out text: `text` names another than calibration's, `text_path` is its `data.path`."""
 
+    text: Text | None
+    text_path: str | None
+    order: Order | None
     windows: int
     length: int
     chunk: int
+    needle_tasks: list[str]
     needle_lengths: list[int]
     needle_depths: list[float]
     needle_trials: int
@@ -150,6 +157,33 @@ class BenchSettings:
 
 
 @dataclass
+class PeerSettings:
+    """A quantised cache of another library, in place of `quant`; axes as that library counts them."""
+
+    name: str
+    library: Library
+    bits: int
+    group: int
+    axis_key: int
+    axis_value: int
+
+
+@dataclass
+class FrontierSettings:
+    """Many formats in one table. sets: {set: {method: the words that one would type for it}}.
+
+    methods: names or patterns of those to run, from all sets; null: those of `set`. contrasts: {sentence: methods}
+    printed side by side. spreads: {sentence: pattern}, whose mean and extremes are printed.
+    """
+
+    set: str
+    methods: list[str] | None
+    sets: dict[str, dict[str, str]]
+    contrasts: dict[str, list[str]]
+    spreads: dict[str, str]
+
+
+@dataclass
 class Settings:
     """The whole configuration of one run."""
 
@@ -165,14 +199,17 @@ class Settings:
     stage: StageSettings
     eval: EvalSettings
     bench: BenchSettings
+    peer: PeerSettings | None = None
+    frontier: FrontierSettings | None = None
 
 
 def known_keys(kind: type = Settings, prefix: str = "") -> Iterator[str]:
     """The dotted name of every key, groups included."""
-    for name, inner in get_type_hints(kind).items():
+    for name, hint in get_type_hints(kind).items():
         yield f"{prefix}{name}"
-        if is_dataclass(inner):
-            yield from known_keys(inner, f"{prefix}{name}.")
+        for inner in (hint, *get_args(hint)):
+            if is_dataclass(inner):
+                yield from known_keys(inner, f"{prefix}{name}.")
 
 
 def plain(value: Any) -> dict:
@@ -186,6 +223,7 @@ def absolute_paths(settings: Settings, launch: Path) -> Settings:
     settings.run_dir = _absolute(settings.run_dir, launch)
     settings.data.path = _absolute(settings.data.path, launch)
     settings.data.eval_path = _absolute(settings.data.eval_path, launch)
+    settings.eval.text_path = _absolute(settings.eval.text_path, launch)
     if settings.model.path and _is_local(settings.model.path, launch):
         settings.model.path = _absolute(settings.model.path, launch)
     return settings
@@ -228,6 +266,8 @@ def _run_problems(settings: Settings) -> Iterator[str]:
     if unknown or not settings.stage.run:
         yield f"stage.run={settings.stage.run} must list some of {', '.join(STAGES)}"
     yield from _at_least("threads", settings.threads, 1)
+    if settings.peer and {*settings.stage.run} - {"reference", "measure"}:
+        yield f"peer={settings.peer.name} is another library's cache: it is for stage=measure and experiment=frontier"
     if not 0 <= settings.seed < 2**32:
         yield f"seed={settings.seed} must be 0 to {2**32 - 1}"
 
@@ -266,6 +306,12 @@ def _tensor_problems(key: str, tensor: TensorSettings) -> Iterator[str]:
         yield f"{key}.rounding=feedback needs quantised levels, not {key}.levels=none"
     if tensor.rounding is Rounding.feedback and not tensor.fisher:
         yield f"{key}.rounding=feedback needs {key}.fisher=true (it is made of gradients)"
+    if tensor.rank is Rank.threshold and tensor.range is not Range.static:
+        yield f"{key}.rank=threshold needs {key}.range=static (the thresholds are the calibrated range)"
+    if tensor.rank is Rank.threshold and tensor.rounding is Rounding.feedback:
+        yield f"{key}.rank=threshold needs {key}.rounding=nearest (feedback takes every stored outlier for exact)"
+    if tensor.rank is Rank.tails and (tensor.range is not Range.token or tensor.scope is not Scope.layer):
+        yield f"{key}.rank=tails needs {key}.range=token and {key}.scope=layer"
     fitted = {Books.head: (Levels.nuq,), Books.channel: (Levels.nuq, Levels.mixed)}
     if tensor.books in fitted and tensor.levels not in fitted[tensor.books]:
         names = " or ".join(levels.value for levels in fitted[tensor.books])
@@ -298,12 +344,16 @@ def _eval_problems(settings: Settings) -> Iterator[str]:
     ev = settings.eval
     yield from _at_least("eval.windows", ev.windows, 1)
     yield from _at_least("eval.length", ev.length, 2)
+    if ev.text_path and not ev.text:
+        yield "eval.text_path is for eval.text=...: give that too, or data.eval_path for held-out text"
     yield from _at_least("eval.chunk", ev.chunk, 1)
     yield from _at_least("eval.needle_trials", ev.needle_trials, 0)
     yield from _at_least("eval.sample_tokens", ev.sample_tokens, 0)
     if ev.prompt is not None and not ev.prompt.strip():
         yield f"eval.prompt={ev.prompt!r} is blank: give some text, or eval.prompt=null for held-out text"
     yield from _nothing_quantised(settings)
+    if unknown := [task for task in ev.needle_tasks if task not in NEEDLE_TASKS]:
+        yield f"eval.needle_tasks={unknown} must be some of {', '.join(NEEDLE_TASKS)}"
     for length in ev.needle_lengths:
         yield from _at_least("eval.needle_lengths", length, SHORTEST_NEEDLE)
         yield from _within_context("eval.needle_lengths", length, settings.model.context)

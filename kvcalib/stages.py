@@ -1,7 +1,8 @@
 """The stage table: what each stage reads, and its call with plain arguments.
 
     collect --> outliers --> codebooks --> export --> evaluate --> report
-    fisher  ----------------^                  '--> bench
+    fisher  ----------------^                 | '--> bench
+                             reference -----> measure
 
 A configuration object goes no further down than this file. The modules that do the work are
 imported inside the functions that call them, so that composing a configuration loads no torch.
@@ -23,6 +24,7 @@ from kvcalib.settings import Settings, TensorSettings, plain
 
 
 WEIGHT_FILES = {".safetensors", ".gguf", ".json", ".model"}
+TEXT_KEYS = ("text", "text_path", "order", "windows", "length")
 FIT_KEYS = ("fisher", "range_weight", "solver")
 
 
@@ -110,11 +112,22 @@ def _export_reads(settings: Settings) -> dict:
 
 
 def _evaluate_reads(settings: Settings) -> dict:
-    return {
-        "eval": plain(settings.eval),
-        "data": _data_reads(settings, "order"),
-        "seed": settings.seed,
-    }
+    measure = plain(settings.eval)
+    measure["text_path"] = _content(measure["text_path"])
+    measure["order"] = measure["order"] or settings.data.order.value
+    data = {} if measure["text"] else _data_reads(settings)
+    return {"eval": measure, "data": data, "seed": settings.seed}
+
+
+def _reference_reads(settings: Settings) -> dict:
+    reads = _evaluate_reads(settings)
+    dropped = ("chunk", "sample_tokens", "prompt")
+    reads["eval"] = {key: item for key, item in reads["eval"].items() if key not in dropped}
+    return {"model": _model_reads(settings), **reads}
+
+
+def _peer_reads(settings: Settings) -> dict:
+    return {"peer": plain(settings.peer), "quant": {"sink": settings.quant.sink}}
 
 
 def _bench_reads(settings: Settings) -> dict:
@@ -219,7 +232,7 @@ def _evaluate(session: Session, task: Task) -> dict:
         session.tokenizer,
         load_artifact(task.inputs["export"] / "kvcalib.safetensors"),
         session.evaluation.ids,
-        **{key: item for key, item in measure.items() if key not in ("windows", "length")},
+        **{key: item for key, item in measure.items() if key not in TEXT_KEYS},
         seed=session.settings.seed,
         progress=task.progress,
     )
@@ -233,6 +246,54 @@ def _bench(session: Session, task: Task) -> dict:
     return benchmark(session, task, [stage.name for stage in TABLE])
 
 
+def _reference(session: Session, task: Task) -> dict:
+    from kvcalib.eval.reference import reference
+
+    measure = session.settings.eval
+    return reference(
+        session.model,
+        session.tokenizer,
+        session.evaluation.ids,
+        tasks=measure.needle_tasks,
+        lengths=measure.needle_lengths,
+        depths=measure.needle_depths,
+        trials=measure.needle_trials,
+        seed=session.settings.seed,
+        out=task.out,
+        progress=task.progress,
+    )
+
+
+def _measure(session: Session, task: Task) -> dict:
+    from kvcalib.artifact.io import load_artifact
+    from kvcalib.eval.measure import Calibrated
+
+    return _measured(
+        session, task, Calibrated(load_artifact(task.inputs["export"] / "kvcalib.safetensors"), session.model)
+    )
+
+
+def _measure_peer(session: Session, task: Task) -> dict:
+    from kvcalib.eval.measure import Foreign
+
+    return _measured(session, task, Foreign(_peer(session.settings), session.model, session.settings.quant.sink))
+
+
+def _peer(settings: Settings):
+    from kvcalib.eval.peers import Peer
+
+    return Peer(**{key: item for key, item in plain(settings.peer).items() if key != "name"})
+
+
+def _measured(session: Session, task: Task, member) -> dict:
+    from kvcalib.eval.measure import measure
+
+    inputs = session.model, session.tokenizer, member, session.evaluation.ids, task.inputs["reference"]
+    metrics = measure(*inputs, seed=session.settings.seed, progress=task.progress)
+    records.write_json(task.out / "metrics.json", metrics)
+    return {key: value for key, value in metrics.items() if isinstance(value, int | float)}
+
+
 def _report(session: Session, task: Task) -> dict:
     from kvcalib.report.build import build
 
@@ -240,15 +301,21 @@ def _report(session: Session, task: Task) -> dict:
 
 
 def _check_evaluate(session: Session) -> None:
-    from kvcalib.eval.needle import check_needles
     from kvcalib.eval.run import check_pages
     from kvcalib.eval.sample import check_prompt
 
     measure = session.settings.eval
     check_pages(_spec(session.settings), measure.length, measure.chunk)
     check_prompt(session.model, session.tokenizer, measure.prompt)
+
+
+def _check_text(session: Session) -> None:
+    from kvcalib.eval.prompts import check_needles
+
+    measure = session.settings.eval
     if measure.needle_trials > 0:
-        check_needles(session.tokenizer, measure.needle_lengths, measure.needle_depths)
+        lengths, depths = measure.needle_lengths, measure.needle_depths
+        check_needles(session.tokenizer, lengths, depths, tasks=measure.needle_tasks)
     _ = session.evaluation
 
 
@@ -257,6 +324,8 @@ def prepare(session: Session, names: list[str]) -> None:
     wanted = set(names)
     if wanted & {"collect", "fisher", "export", "evaluate", "bench"}:
         session.check_format()
+    if "measure" in wanted and session.settings.peer:
+        _check_peer(session)
     if wanted & {"collect", "fisher"}:
         _ = session.calibration
     if "evaluate" in wanted:
@@ -265,6 +334,19 @@ def prepare(session: Session, names: list[str]) -> None:
         from kvcalib.benchmark import check_benchmark
 
         check_benchmark(session)
+    if wanted & {"evaluate", "reference", "measure"}:
+        _check_text(session)
+
+
+def _check_peer(session: Session) -> None:
+    from kvcalib.eval.peers import real_peer
+
+    real_peer(_peer(session.settings), session.model)
+
+
+def table_of(settings: Settings) -> tuple[Stage, ...]:
+    """The stages of a run: those of our formats, or the two that another library's cache needs."""
+    return PEER_TABLE if settings.peer else TABLE
 
 
 TABLE = (
@@ -273,8 +355,14 @@ TABLE = (
     Stage("outliers", ("collect",), _outliers_reads, _outliers, shared=True),
     Stage("codebooks", ("fisher", "outliers"), _codebooks_reads, _codebooks, shared=True),
     Stage("export", ("codebooks", "outliers"), _export_reads, _export),
+    Stage("reference", (), _reference_reads, _reference, shared=True, derived=True),
+    Stage("measure", ("export", "reference"), lambda settings: {}, _measure, derived=True),
     Stage("evaluate", ("export",), _evaluate_reads, _evaluate, derived=True),
     Stage("bench", ("export",), _bench_reads, _bench, derived=True),
     Stage("report", ("evaluate",), _report_reads, _report, derived=True),
 )
 """In the order in which the stages run."""
+PEER_TABLE = (
+    Stage("reference", (), _reference_reads, _reference, shared=True, derived=True),
+    Stage("measure", ("reference",), _peer_reads, _measure_peer, derived=True),
+)

@@ -84,6 +84,10 @@ def test_cfg_job_shows_one_group(kvcalib_command):
     ("argument", "words"),
     [
         ("quant=nuq9", ["quant=nuq9 is no option", "nuq3, nuq4"]),
+        ("data=notes.txt", ["use data=textfile data.path=notes.txt"]),
+        ("--flag", ["there is no option --flag", "key=value"]),
+        ("--quant=nuq2", ["there is no option --quant: did you mean quant=nuq2?"]),
+        ("--multi-run", ["did you mean --multirun?"]),
         ("quant.key.bitz=3", ["there is no key quant.key.bitz: did you mean quant.key.bits?"]),
         ("bits=3", ["there is no key bits: did you mean quant.key.bits or quant.value.bits?"]),
         ("quants=nuq2", ["did you mean quant?"]),
@@ -109,6 +113,24 @@ def test_a_mistake_is_a_sentence_and_exit_code_1(kvcalib_command, argument, word
     assert done.stderr.count("\n") == 1
     assert "use +" not in done.stderr
     assert all(word in done.stderr for word in words), done.stderr
+
+
+@pytest.mark.parametrize("path", ["/some/folder", "org/name-7b", "weights.gguf"])
+def test_a_path_is_no_model_but_its_path(kvcalib_command, path):
+    done = kvcalib_command(f"model={path}")
+    assert done.returncode == 1
+    assert done.stderr == f"kvcalib: model={path} is no option but looks like a path: use model.path={path}\n"
+
+
+def test_judging_another_format_says_how_to_make_it(kvcalib_command):
+    kvcalib_command("model=tiny")
+    kvcalib_command("model=tiny", "stage=codebooks", "quant.key.bits=2")
+    done = kvcalib_command("model=tiny", "stage=evaluate", "quant.key.bits=2")
+    assert done.returncode == 1
+    assert "export of" in done.stderr
+    assert "evaluate judges what is there: type stage=export first" in done.stderr
+    assert kvcalib_command("model=tiny", "stage=export", "quant.key.bits=2").returncode == 0
+    assert kvcalib_command("model=tiny", "stage=evaluate", "quant.key.bits=2").returncode == 0
 
 
 def test_full_error_shows_the_trace_of_a_mistake(kvcalib_command):

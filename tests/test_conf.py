@@ -6,6 +6,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 
@@ -13,7 +14,7 @@ from kvcalib import cli
 from kvcalib.errors import ConfigError
 
 CONF = Path(cli.conf_dir())
-GROUPS = ("model", "data", "quant", "stage", "eval", "bench", "experiment")
+GROUPS = ("model", "data", "quant", "stage", "eval", "bench", "peer", "experiment")
 OPTIONS = [(g, p.stem) for g in GROUPS for p in sorted((CONF / g).glob("*.yaml"))]
 
 
@@ -25,7 +26,7 @@ def settings_of(*overrides):
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_composes(group, option):
-    extra = ["data.path=text.txt"] if option == "textfile" else []
+    extra = {"textfile": ["data.path=text.txt"]}.get(option, ["stage=measure"] if group == "peer" else [])
     settings = settings_of(f"{group}={option}", *extra)
     if group in ("model", "data", "quant"):
         assert getattr(settings, group).name == option
@@ -37,6 +38,27 @@ def test_every_format_fits_the_tiny_model(quant):
     assert settings.name == f"tiny-{quant}"
     assert settings.run_dir == f"/launch/runs/tiny-{quant}"
     assert settings.data.length == settings.eval.length == settings.model.window == 256
+
+
+METHODS = [
+    (experiment, name, line)
+    for experiment in ("frontier", "generalisation")
+    for group in yaml.safe_load((CONF / "experiment" / f"{experiment}.yaml").read_text())["frontier"]["sets"].values()
+    for name, line in group.items()
+]
+
+
+@pytest.mark.parametrize(("experiment", "name", "line"), METHODS)
+def test_every_method_of_a_comparison_composes(experiment, name, line):
+    line = line.replace("${data.name}", "wikitext2").replace("${typed:${data.path}}", "null")
+    settings = settings_of(f"experiment={experiment}", "stage=measure", f"name={name}", *line.split())
+    assert settings.quant.sink == (int(name[-1]) if name.startswith("sink") else 1)
+    assert settings.quant.window == (int(name.split("-")[1].strip("w")) if "w128" in name or "window" in name else 0)
+
+
+def test_a_peer_is_not_calibrated():
+    with pytest.raises(ConfigError, match="peer=hqq4 is another library's cache: it is for stage=measure"):
+        settings_of("peer=hqq4")
 
 
 def test_the_required_options_exist():

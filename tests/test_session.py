@@ -10,7 +10,7 @@ from kvcalib import cli, pipeline, stages
 from kvcalib.errors import ConfigError
 from kvcalib.session import Session
 
-EVERYTHING = [stage.name for stage in stages.TABLE if stage.name != "bench"]
+EVERYTHING = [stage.name for stage in stages.TABLE if stage.name not in ("reference", "measure", "bench")]
 """What stage=all runs."""
 SMALL = ("model=tiny", "eval=quick", "data.windows=2", "data.sample=256")
 
@@ -107,3 +107,29 @@ def test_timing_is_a_stage_of_its_own_and_renews_the_report(command, tmp_path, c
     assert ran(command(*few)) == ["report"]
     assert "Whole decode steps" in (tmp_path / "tiny-nuq3" / "report" / "report.md").read_text()
     assert ran(command("stage=bench", *few, "bench.rounds=2")) == ["bench"]
+
+
+def test_another_text_can_judge_than_the_one_that_calibrates():
+    same, other = Session(settings_of()), Session(settings_of("eval.text=pycode", "eval.order=start"))
+    assert same.evaluation.hash != other.evaluation.hash
+    assert same.calibration.hash == other.calibration.hash
+    assert "import" in other.tokenizer.decode(other.evaluation.ids.flatten())
+    assert other.evaluation.source["order"] == "start"
+    assert other.calibration.source["order"] == "spread"
+
+
+def test_sessions_that_follow_one_another_load_the_same_model_once():
+    loaded = {}
+    first, second, other = (
+        Session(settings_of(*words), loaded) for words in (["quant=nuq2"], ["quant=nuq3"], ["model.config.head_dim=16"])
+    )
+    assert first.model is second.model
+    assert other.model is not first.model
+    assert len(loaded) == 1, "one model at a time"
+
+
+def test_the_unchanged_model_is_measured_for_all_formats_at_once(command):
+    assert ran(command("stage=measure", "quant=nuq2"))[-2:] == ["reference", "measure"]
+    assert ran(command("stage=measure", "quant=nuq3")) == ["outliers", "codebooks", "export", "measure"]
+    assert ran(command("stage=measure", "quant=nuq3", "eval.windows=1")) == ["reference", "measure"]
+    assert ran(command("stage=measure", "quant=nuq3", "eval.windows=1")) == []

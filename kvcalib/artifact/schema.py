@@ -36,7 +36,7 @@ CHOICES = {
     "levels": ("uniform", "nuq", "nf", "fp8", "mixed", "none"),
     "range": ("static", "group", "token", "norm"),
     "scope": ("layer", "head", "channels"),
-    "rank": ("error", "range"),
+    "rank": ("error", "range", "threshold", "tails"),
     "rotation": ("none", "hadamard"),
     "rounding": ("nearest", "feedback"),
     "books": ("layer", "head", "channel"),

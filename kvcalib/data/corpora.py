@@ -3,6 +3,8 @@
     pydoc      English reference text of Python's standard library (pydoc_data.topics), sorted by
                topic: even topics calibrate, odd ones evaluate, and a paragraph that several topics
                share belongs to the first. Always there, no download.
+    pycode     source code of Python's standard library, the modules that are one file: even ones calibrate, odd
+               ones evaluate. Always there, no download.
     wikitext2  train split calibrates, test split evaluates. Text as in the original files, one
                line after the other.
     c4         first documents of one train shard, and of one validation shard, CHARACTERS of each.
@@ -19,6 +21,7 @@ import glob
 import gzip
 import json
 import re
+import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -82,6 +85,16 @@ def _unseen(topic: str, seen: set[str]) -> str:
     return "\n\n".join(kept).strip("\n")
 
 
+def _pycode(path: str | None, split: str, eval_path: str | None) -> str:
+    if path is not None:
+        raise ConfigError(f"data=pycode reads no file: use data=textfile data.path={path}")
+    library = Path(sysconfig.get_path("stdlib"))
+    files = sorted(library.glob("*.py"))
+    if not files:
+        raise MissingInput(f"this Python has no source files in {library}: use data=textfile data.path=<your code>")
+    return _join(map(_read, files[SPLITS.index(split) :: 2]))
+
+
 def _wikitext2(path: str | None, split: str, eval_path: str | None) -> str:
     part = {"calibration": "train", "evaluation": "test"}[split]
     if path is None:
@@ -122,7 +135,7 @@ def _textfile(path: str | None, split: str, eval_path: str | None) -> str:
     return text[:cut] if split == "calibration" else text[cut:]
 
 
-SOURCES = {"pydoc": _pydoc, "wikitext2": _wikitext2, "c4": _c4, "textfile": _textfile}
+SOURCES = {"pydoc": _pydoc, "pycode": _pycode, "wikitext2": _wikitext2, "c4": _c4, "textfile": _textfile}
 
 
 def files_of(path: str) -> list[Path]:

@@ -19,9 +19,10 @@ from transformers.cache_utils import DynamicCache
 from kvcalib.artifact.schema import Artifact
 from kvcalib.errors import ConfigError
 from kvcalib.eval.fidelity import Fidelity, merged
-from kvcalib.eval.needle import check_needles, needle
+from kvcalib.eval.needle import needle
 from kvcalib.eval.outliers import FrameHits, stored_rate
 from kvcalib.eval.perplexity import compare
+from kvcalib.eval.prompts import check_needles
 from kvcalib.eval.sample import check_prompt, sample
 from kvcalib.quant.spec import PAGE, CacheSpec
 from kvcalib.runtime.cache import CalibratedCache
@@ -45,6 +46,7 @@ def evaluate(
     windows: torch.Tensor,
     *,
     chunk: int,
+    needle_tasks: list[str],
     needle_lengths: list[int],
     needle_depths: list[float],
     needle_trials: int,
@@ -61,7 +63,7 @@ def evaluate(
     check_pages(artifact.spec, windows.shape[1], chunk)
     check_prompt(model, tokenizer, prompt)
     if needle_trials > 0:
-        check_needles(tokenizer, needle_lengths, needle_depths)
+        check_needles(tokenizer, needle_lengths, needle_depths, tasks=needle_tasks)
     windows, seconds = windows.to(model.device), {}
     with _evaluating(model), torch.no_grad():
         cache = CalibratedCache(artifact, model)
@@ -74,6 +76,7 @@ def evaluate(
                 tokenizer,
                 cache,
                 artifact.spec,
+                tasks=needle_tasks,
                 lengths=needle_lengths,
                 depths=needle_depths,
                 trials=needle_trials,

@@ -48,6 +48,8 @@ def normalise(x: torch.Tensor, spec: TensorSpec, tables: Tables) -> tuple[torch.
     count = spec.outliers_per_page(heads, dim)
     positions = sparse.select_by_range(u, spec, count) if count and not spec.ranks_by_error else None
     inlier = None if positions is None else sparse.inlier_mask(positions, heads, dim)
+    if spec.rank == "threshold" and inlier is not None:
+        inlier = inlier | (u.abs() <= 1)
     coded = Coded(u, *ranges.measure(u, inlier, spec, tables.levels.shape[-1]), positions)
     v = to_range(u, coded, spec)
     if spec.ranks_by_error:
@@ -67,6 +69,8 @@ def quantise(x: torch.Tensor, spec: TensorSpec, tables: Tables) -> Coded:
     if coded.positions is None:
         return dense
     error = u - _dequantise_dense(dense, spec, tables)
+    if spec.rank == "threshold":
+        error = torch.where(u.abs() > 1, error, 0.0)
     return dense._replace(corrections=sparse.corrections(error, coded.positions))
 
 

@@ -8,6 +8,8 @@ over-select, and a burst beyond the budget costs the least important elements fi
                    choice.
     rank="range"   static, group: |u|, the distance from the calibrated centre in units of the calibrated range;
                    token, norm: the deviation from the mean of the token in units of its standard deviation
+    rank="threshold"  |u| as well, but what lies inside the frame stays dense: its slot stores a correction of 0
+    rank="tails"   the same number of largest and of smallest elements of every token
 
 Equals go by position, lowest first: a token that repeats within a page has equal values, and pages must not depend on
 who sorted them.
@@ -34,12 +36,21 @@ def select_by_error(error: torch.Tensor, weight: torch.Tensor, count: int) -> to
 
 def select_by_range(u: torch.Tensor, spec: TensorSpec, count: int) -> torch.Tensor:
     """u fp32 [..., P, H, D] -> positions int64 [..., count], ascending."""
+    if spec.rank == "tails":
+        return _tails(u, count)
     if spec.range not in ("token", "norm"):
         return _largest(u.abs(), count)
     span = (-2, -1) if spec.scope == "layer" else -1
     centred = u - u.mean(span, keepdim=True)
     spread = centred.square().mean(span, keepdim=True).sqrt()
     return _largest(centred.abs() / spread.clamp_min(torch.finfo(torch.float32).tiny), count)
+
+
+def _tails(u: torch.Tensor, count: int) -> torch.Tensor:
+    by_token, each = u.flatten(-2), count // (2 * PAGE)
+    ends = [by_token.topk(each, dim=-1, largest=largest).indices for largest in (True, False)]
+    chosen = torch.zeros_like(by_token).scatter_(-1, torch.cat(ends, -1), 1.0)
+    return _largest(chosen.unflatten(-1, u.shape[-2:]), count)
 
 
 def _largest(score: torch.Tensor, count: int) -> torch.Tensor:

@@ -12,12 +12,15 @@ non-zero for the sparse outliers only. H kv heads, D head dimension, P = 32 toke
 """
 
 from dataclasses import asdict, dataclass
+from math import ceil
 from typing import NamedTuple
 
 import torch
 
 PAGE = 32
 """Tokens per page: the unit in which tokens leave the full-precision window."""
+ROOM = 4
+"""Slots of a page, for each outlier that it has on average, where their number is left to thresholds."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,9 @@ class TensorSpec:
     rope      keys: quantised before ("pre") or after ("post") rotary embedding; values: "none"
     outliers  share of the elements kept sparse in fp16
     rank      which ones, per page: "error" (largest squared error of the dense code times the sensitivity of its
-              channel; where the range is static or a norm, else as "range") or "range" (farthest outside the others)
+              channel; where the range is static or a norm, else as "range"), "range" (farthest outside the others),
+              or as KVQuant chooses them: "threshold" (static: every element beyond the frame, in a page with room for
+              ROOM times the share), "tails" (token: as many of the largest and smallest of every token)
     books     one table of levels per "layer", "head" or "channel"; tables cost nothing per token
     """
 
@@ -63,7 +68,11 @@ class TensorSpec:
         return self.quantised and self.outliers > 0 and self.range in ("static", "norm") and self.rank == "error"
 
     def outliers_per_page(self, heads: int, dim: int) -> int:
-        return round(self.outliers * PAGE * heads * dim) if self.quantised else 0
+        if not self.quantised:
+            return 0
+        if self.rank == "tails":
+            return 2 * PAGE * ceil(self.outliers / 2 * (heads * dim - 1))  # what lies beyond two interpolated quantiles
+        return round(self.outliers * (ROOM if self.rank == "threshold" else 1) * PAGE * heads * dim)
 
 
 @dataclass(frozen=True)

@@ -92,3 +92,20 @@ def needle(cells: list[dict], *, title: str, side: str) -> bytes:
         axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
         axes.figure.colorbar(image, ax=axes, format="{x:.0%}")
     return png.getvalue()
+
+
+def pareto(
+    series: dict[str, list[tuple[float, float]]], *, title: str, unit: str, logarithmic: bool, width: float = 8.4
+) -> bytes:
+    """One line per family of formats: true bits across, what is lost upwards."""
+    png = io.BytesIO()
+    with _axes(png, width=width, height=5.0) as axes:
+        for number, (name, points) in enumerate(series.items()):
+            style = dict(marker="osD^vP*X"[number // 10 % 8], color=f"C{number % 10}", markersize=5, linewidth=1)
+            axes.plot([x for x, _ in points], [y for _, y in points], label=name, **style)
+        if logarithmic:
+            axes.set_yscale("log")
+        axes.grid(alpha=0.3)
+        axes.set(title=title, xlabel="true bits per element, everything stored", ylabel=unit)
+        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, ncols=1 + len(series) // 24)
+    return png.getvalue()

@@ -82,7 +82,9 @@ class SimulatedLayer(CacheLayerMixin, Handle):
         if not (self.spec.quantised and stale.any()):
             return base(query, self.key, self.value, mask)
         key, value = self._quantised()
-        if bool((stale | ~_past(stale)).all()):
+        settled = stale | ~_past(stale)
+        settled[:, : self.spec.sink] = True  # exact in both
+        if bool(settled.all()):
             return base(query, key, value, mask)
         return _attend_mixed(query, (self.key, key), (self.value, value), stale, mask, options), None
 

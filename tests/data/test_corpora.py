@@ -1,6 +1,8 @@
 import gzip
 import json
+import sysconfig
 import time
+from pathlib import Path
 
 import pytest
 
@@ -40,9 +42,22 @@ def test_pydoc_halves_share_no_paragraph_and_lose_none():
     assert min(len(calibration), len(evaluation)) > 0.3 * len(everything)
 
 
-def test_pydoc_reads_no_file(lines):
+def test_pycode_halves_are_source_code_and_share_no_file():
+    calibration, evaluation = (load_text("pycode", None, s) for s in corpora.SPLITS)
+    assert "\ndef " in calibration
+    assert "\ndef " in evaluation
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    for number, file in enumerate(files[:6]):
+        here, there = (calibration, evaluation)[:: 1 if number % 2 == 0 else -1]
+        assert file.read_text(encoding="utf-8") in here
+        assert file.read_text(encoding="utf-8") not in there
+    assert 0.3 < len(calibration) / len(calibration + evaluation) < 0.7
+
+
+@pytest.mark.parametrize("name", ["pycode", "pydoc"])
+def test_built_in_texts_read_no_file(lines, name):
     with pytest.raises(ConfigError, match="data=textfile"):
-        load_text("pydoc", str(lines), "calibration")
+        load_text(name, str(lines), "calibration")
 
 
 def test_eval_path_replaces_the_held_out_text_of_any_name(lines):
@@ -212,7 +227,7 @@ def test_c4_damaged_files(tmp_path):
 
 
 def test_unknown_name_lists_the_known_ones():
-    with pytest.raises(ConfigError, match="pydoc, wikitext2, c4, textfile"):
+    with pytest.raises(ConfigError, match="pydoc, pycode, wikitext2, c4, textfile"):
         load_text("imagenet", None, "calibration")
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kvcalib.errors import ConfigError
-from kvcalib.eval.needle import build_prompt, found, needle
+from kvcalib.eval.needle import Trial, found, grid, needle
+from kvcalib.eval.prompts import build_prompt
 from kvcalib.models.tiny import byte_tokenizer
 from kvcalib.runtime.cache import CalibratedCache
 from tests.helpers import cache_spec, make_artifact
@@ -120,3 +121,12 @@ def test_a_model_that_copies_passes_until_the_cache_forgets(monkeypatch, run, to
     result = run(cache_spec(), trials=3)
     assert (result["needle_fp"], result["needle_cache"]) == (1, 0)
     assert len(set(keys)) == 3
+
+
+def test_what_the_model_itself_does_not_find_is_not_held_against_a_cache():
+    jobs = [Trial("passkey", 512, depth, 0) for depth in (0.1, 0.5, 0.9)]
+    outcomes = [{"fp": f, "cache": c, "packed": True} for f, c in ((True, True), (True, False), (False, False))]
+    result = grid(jobs, outcomes)
+    assert (result["needle_fp"], result["needle_cache"]) == pytest.approx((2 / 3, 1 / 3))
+    assert result["needle_kept"] == 0.5
+    assert grid(jobs[2:], outcomes[2:])["needle_kept"] is None

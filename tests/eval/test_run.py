@@ -17,6 +17,7 @@ KEYS = {
 }
 SETTINGS = {
     "chunk": 32,
+    "needle_tasks": ["passkey"],
     "needle_lengths": [],
     "needle_depths": [0.5],
     "needle_trials": 1,

@@ -165,3 +165,28 @@ def test_equal_ranks_go_to_the_first_positions():
     tables = Tables(torch.zeros(2, 16), torch.ones(2, 16), torch.linspace(-1, 1, 16).bfloat16().float()[None])
     positions = quantise(x, spec, tables).positions
     assert positions[0].tolist() == sorted([1 * 32 + 20, 2 * 32 + 9, 7 * 32 + 3, 21 * 32 + 3])
+
+
+def test_rank_by_threshold_corrects_what_lies_beyond_the_frame_and_nothing_else():
+    x = torch.rand(PAGE, 1, 16) * 2 - 1
+    x[3, 0, 5], x[20, 0, 1] = 40.0, -70.0
+    spec = TensorSpec(3, "nf", "static", outliers=2 / (PAGE * 16), rank="threshold")
+    tables = _tables(1, 16, torch.linspace(-1, 1, 8).bfloat16())
+    _, inlier, coded = normalise(x, spec, tables)
+    assert (~inlier).nonzero().tolist() == [[3, 0, 5], [20, 0, 1]]
+    corrections = quantise(x, spec, tables).corrections
+    assert len(corrections) == spec.outliers_per_page(1, 16) > 2  # room for a page with more than the average
+    assert (corrections != 0).sum() == 2
+    back = dequantise(quantise(x, spec, tables), spec, tables)
+    assert torch.allclose(back[[3, 20], 0, [5, 1]], torch.tensor([40.0, -70.0]), rtol=1e-3)
+
+
+@pytest.mark.parametrize(("elements", "each"), [((3, 64), 1), ((1, 256), 2), ((32, 128), 21)])
+def test_rank_by_tails_takes_what_lies_beyond_two_quantiles_of_every_token(elements, each):
+    x = torch.randn(PAGE, *elements)
+    spec = TensorSpec(4, "nuq", "token", outliers=0.01, rank="tails")
+    _, inlier, _ = normalise(x, spec, _tables(*elements, torch.linspace(-1, 1, 16).bfloat16()))
+    flat = x.flatten(1)
+    low, high = (torch.quantile(flat, q, dim=1, keepdim=True) for q in (0.005, 0.995))
+    assert torch.equal(~inlier.flatten(1), (flat < low) | (flat > high))
+    assert int((~inlier).sum()) == 2 * each * PAGE == spec.outliers_per_page(*elements)

@@ -1,0 +1,84 @@
+"""Quantised caches of other libraries, run for real: transformers' QuantizedCache with quanto and hqq.
+
+    ideal   every key and value past the sink goes through the library's own quantiser and back, and every query reads
+            the result, its own token included: the protocol that papers and `SimulatedCache` use
+    real    the library's cache as it ships (the last 128 tokens exact, then all quantised anew): for retrieval
+
+Bits are those of the tensors that the library stores, ranges counted with 16 bits each as in a half-precision model.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, QuantizedCache
+
+from kvcalib.errors import MissingInput, UnsupportedModel
+
+PACKAGES = {"quanto": "optimum-quanto", "hqq": "hqq"}
+MULTIPLE = 32
+"""Tokens of which the quantised prompt has a multiple: hqq puts codes of different groups into a byte, four at most."""
+
+
+class Peer(NamedTuple):
+    """library: of PACKAGES; axes as the library counts them; group: elements that share a range."""
+
+    library: str
+    bits: int
+    group: int
+    axis_key: int
+    axis_value: int
+
+
+class IdealPeer(DynamicCache):
+    """Use once, with a whole window in one pass. Keeps nothing; counts stored bits in `bits` (key, value)."""
+
+    def __init__(self, peer: Peer, model, sink: int):
+        super().__init__(config=model.config)
+        self._peer, self._sink, self._layers = peer, sink, real_peer(peer, model).layers
+        self.bits: dict[str, list[float]] = {"key": [], "value": []}
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args, **kwargs):
+        layer = self._layers[layer_idx]
+        layer.lazy_initialization(key, value)
+        axes = {"key": self._peer.axis_key, "value": self._peer.axis_value}
+        return tuple(self._round_trip(x, layer, name, axes[name]) for name, x in (("key", key), ("value", value)))
+
+    def _round_trip(self, x: torch.Tensor, layer, name: str, axis: int) -> torch.Tensor:
+        stored = layer._quantize(x.contiguous(), axis=axis)
+        self.bits[name].append(stored_bits(self._peer.library, stored) / x.numel())
+        return torch.cat([x[:, :, : self._sink], layer._dequantize(stored)[:, :, self._sink :].to(x.dtype)], dim=2)
+
+
+def real_peer(peer: Peer, model) -> Cache:
+    """The library's own cache. Raises MissingInput without the package, UnsupportedModel for a model it refuses."""
+    options = {"nbits": peer.bits, "q_group_size": peer.group}
+    axes = {"axis_key": peer.axis_key, "axis_value": peer.axis_value}
+    try:
+        return QuantizedCache(peer.library, model.config, **options, **axes)
+    except ImportError as error:
+        package = PACKAGES[peer.library]
+        raise MissingInput(
+            f"{package} is not there: `pip install {package}`, or `pip install kvcalib[peers]`"
+        ) from error
+    except ValueError as error:
+        raise UnsupportedModel(f"transformers' QuantizedCache refuses this model: {error}") from error
+
+
+def stored_bits(library: str, stored) -> float:
+    """Bits of what the library keeps of one tensor."""
+    return sum(16 * t.numel() if t.is_floating_point() else 8 * t.nbytes for t in _PARTS[library](stored))
+
+
+def _quanto_parts(stored) -> Iterator[torch.Tensor]:
+    yield stored._data._data  # the packed bytes inside the tensor subclass
+    yield from (stored._scale, stored._shift)
+
+
+def _hqq_parts(stored) -> Iterator[torch.Tensor]:
+    codes, meta = stored
+    yield codes
+    yield from (meta["scale"], meta["zero"])
+
+
+_PARTS: dict[str, Callable] = {"quanto": _quanto_parts, "hqq": _hqq_parts}

@@ -1,0 +1,133 @@
+"""experiment=frontier as a user types it, on the tiny model, and the pieces it is made of."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvcalib
+from kvcalib import frontier
+from kvcalib.errors import ConfigError
+from kvcalib.settings import FrontierSettings
+
+SOURCE = str(Path(kvcalib.__file__).resolve().parent.parent)
+SETS = {
+    "main": {"int4": "quant=int4_token", "nuq2": "quant=nuq2"},
+    "more": {"nuq3": "quant=nuq3", "nuq2": "quant=nuq2"},
+}
+
+
+def settings(which="main", methods=None):
+    return FrontierSettings(which, methods, SETS, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (("main",), ["int4", "nuq2"]),
+        (("more",), ["nuq3", "nuq2"]),
+        (("all",), ["int4", "nuq2", "nuq3"]),
+        (("main", ["nuq*"]), ["nuq2", "nuq3"]),
+        (("main", ["nuq3", "int4"]), ["int4", "nuq3"]),
+    ],
+)
+def test_choosing(arguments, names):
+    assert list(frontier.chosen(settings(*arguments))) == names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("mine",), "frontier.set=mine must be one of main, more, all"),
+        (("main", ["nuq9"]), "'nuq9' is no method.*int4, nuq2"),
+    ],
+)
+def test_choosing_what_is_not_there(arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        frontier.chosen(settings(*arguments))
+
+
+@pytest.mark.parametrize("key", ["quant", "peer", "stage"])
+def test_what_methods_differ_in_is_not_for_all_of_them(key):
+    with pytest.raises(ConfigError, match=f"{key}=... is what the methods of a frontier differ in: .*frontier.methods"):
+        frontier.check_typed({key, "model"})
+    frontier.check_typed({"model", "quant.sink", "stage.force"})
+
+
+def test_quotes_of_a_word_are_kept():
+    assert frontier.WORD.findall("quant=nuq3 data.path='a b/c' x=\"d e\"") == [
+        "quant=nuq3",
+        "data.path='a b/c'",
+        'x="d e"',
+    ]
+
+
+def test_time_left_counts_what_is_due():
+    clock = frontier.Clock(3)
+    assert clock.remaining() == ""
+    with clock.timing(False):
+        pass
+    assert clock.remaining() == "", "a finished method says nothing about the others"
+    clock.spent.append(300)
+    assert clock.remaining() == ", about 10 min left"
+
+
+@pytest.fixture
+def command(tmp_path):
+    def call(*words, fails=False):
+        small = ["model=tiny", "data.windows=2", "data.sample=128", "eval.windows=1", "eval.needle_tasks=[passkey]"]
+        needles = ["eval.needle_lengths=[300]", "eval.needle_depths=[0.5]"]
+        done = subprocess.run(
+            [sys.executable, "-m", "kvcalib", "experiment=frontier", *small, *needles, *words],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": SOURCE, "HYDRA_FULL_ERROR": "0"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert (done.returncode != 0) is fails, done.stderr
+        return done
+
+    return call
+
+
+def test_one_command_measures_reports_and_resumes(command, tmp_path):
+    mine = "+frontier.sets.mine.k3v2='quant=nuq3 quant.value.bits=2'"
+    first = command("frontier.methods=[int4,nuq2]")
+    run = tmp_path / "runs" / "tiny-frontier"
+    assert (run / "frontier.html").is_file()
+    rows = {row["method"]: row for row in json.loads((run / "frontier.json").read_text())["rows"]}
+    assert rows["int4"]["bits_key"] == pytest.approx(4.5, abs=0.1)
+    assert rows["nuq2"]["needle_fp"] == 0
+    assert "[2/2] nuq2" in first.stderr
+    assert first.stderr.count("reference: running") == 1, "the unchanged model is measured once"
+    assert first.stderr.count("collect: running") == 1
+
+    (run / "nuq2" / "measure" / "stage.json").unlink()  # as if it had been killed there
+    second = command(mine, "frontier.methods=[int4,nuq2,k3v2]")
+    again = [line.split(":")[0] for line in second.stderr.splitlines() if ": running" in line]
+    assert again == ["measure", "outliers", "codebooks", "export", "measure"], "nuq2 again, and all of k3v2"
+    assert second.stderr.count("measure: done") == 2
+    names = [line.split()[0] for line in second.stdout.splitlines() if line.startswith(("int4", "nuq2", "k3v2"))]
+    assert names[:3] == ["int4", "nuq2", "k3v2"]
+
+
+def test_a_mistake_is_a_sentence_before_anything_runs(command, tmp_path):
+    done = command("quant=nuq3", fails=True)
+    assert done.stderr.splitlines()[-1].startswith("kvcalib: quant=... is what the methods of a frontier differ in")
+    bad = "+frontier.sets.mine.bad='quant=nuq3 quant.key.bits=12'"
+    done = command(bad, "frontier.methods=[int4,bad]", fails=True)
+    assert done.stderr.splitlines()[-1].startswith("kvcalib: method bad: quant.key.bits=12 must be 1 to 8")
+    assert not (tmp_path / "runs" / "tiny-frontier" / "int4").exists()
+
+
+def test_what_cannot_be_measured_is_a_row_of_its_own(command, tmp_path):
+    """A group that does not divide the heads of the model is found out when the model is loaded."""
+    bad = "+frontier.sets.mine.bad='quant=kivi4 quant.value.group=32 eval.text=textfile eval.text_path=nothing.txt'"
+    done = command(bad, "frontier.methods=[bad,int4]")
+    assert "bad: " in done.stdout
+    assert "nothing.txt: no such file" in done.stdout
+    assert "int4" in done.stdout
