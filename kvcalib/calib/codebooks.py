@@ -87,8 +87,9 @@ def codebooks(
             fitted[layer][name], summary[layer][name] = fit_tables(x, grad, fitted[layer][name], *arguments)
     if budget is not None:
 
-        def read(layer: int, name: str, tables: Tables) -> mixed.Points:
-            x, grad = _read_sample(windows, layer, name, specs[name])
+        def read(layer: int, name: str, tables: Tables, every: int) -> mixed.Points:
+            sample = _read_sample(windows, layer, name, specs[name])
+            x, grad = (t.unflatten(0, (-1, PAGE))[::every].flatten(0, 1) for t in sample)
             return mixed.Points(*sample_points(x, grad, tables, specs[name], fits[name]))
 
         fitted, summary = mixed.fit_mixed(read, fitted, spec, budget)

@@ -19,14 +19,17 @@ from kvcalib.errors import ConfigError
 from kvcalib.fit import kmeans
 from kvcalib.fit.allocate import allocate
 from kvcalib.fit.channels import refine
-from kvcalib.fit.histogram import compress
 from kvcalib.fit.levels import reassign, to_bf16_distinct
+from kvcalib.fit.moments import Moments, distortion, measure, pooled
 from kvcalib.quant import codebook
 from kvcalib.quant.page import TILE, PageLayout
 from kvcalib.quant.spec import PAGE, CacheSpec, Tables
 
 _BINS = 512
-_ROUNDS = 3
+_STEPS = 100
+_ROUNDS = 2
+_THIN = 2
+"""Bits are allocated on every second page; levels are fitted to all."""
 
 
 @dataclass
@@ -38,8 +41,8 @@ class Points:
     kept: torch.Tensor
 
 
-Read = Callable[[int, str, Tables], Points]
-"""(layer, "key" or "value", tables) -> Points of the sample under those tables."""
+Read = Callable[[int, str, Tables, int], Points]
+"""(layer, "key" or "value", tables, n) -> Points of every n-th page of the sample under those tables."""
 
 
 def fit_mixed(read: Read, frames: dict[int, dict[str, Tables]], spec: CacheSpec, budget: float) -> tuple[dict, dict]:
@@ -53,29 +56,35 @@ def fit_mixed(read: Read, frames: dict[int, dict[str, Tables]], spec: CacheSpec,
     for layer, name in units:
         widest = torch.full_like(fitted[layer][name].zero, getattr(spec, name).bits, dtype=torch.uint8)
         tables = fitted[layer][name]._replace(levels=_evenly(getattr(spec, name).bits), widths=widest)
-        fitted[layer][name] = tables._replace(levels=_fit_all(read(layer, name, tables), getattr(spec, name).bits))
-    for _ in range(_ROUNDS):
-        distortion = {}
-        for layer, name in units:
-            points = read(layer, name, fitted[layer][name])
-            distortion[layer, name] = _unit_distortion(points, fitted[layer][name], name, getattr(spec, name).bits)
-        _set_widths(fitted, distortion, spec, budget)
+        fitted[layer][name] = tables._replace(levels=_fit_all(_measure(read(layer, name, tables, _THIN)), tables))
+    for round_ in range(_ROUNDS):
+        damage = {}
         for layer, name in units:
             tables = fitted[layer][name]
-            levels = _fit_own(read(layer, name, tables), tables, getattr(spec, name).bits)
-            fitted[layer][name] = tables._replace(levels=levels)
+            moments = _measure(read(layer, name, tables, _THIN))
+            if round_ > 0:
+                fitted[layer][name] = tables = tables._replace(levels=_fit_own(moments, tables))
+            damage[layer, name] = _unit_distortion(moments, tables, name)
+        _set_widths(fitted, damage, spec, budget)
     for layer, name in units:
-        if getattr(spec, name).books == "channel":
-            tables, points = fitted[layer][name], read(layer, name, fitted[layer][name])
-            fitted[layer][name] = tables._replace(levels=refine(points.v, points.weight, points.kept, tables))
+        fitted[layer][name] = _finish(read, layer, name, fitted[layer][name], getattr(spec, name).books)
     return fitted, _summary(fitted, names)
 
 
-def _set_widths(fitted: dict, distortion: dict, spec: CacheSpec, budget: float) -> None:
-    heads_units = {unit: table.shape[:2] for unit, table in distortion.items()}
+def _finish(read: Read, layer: int, name: str, tables: Tables, books: str) -> Tables:
+    """Tables with the levels that go with the final widths."""
+    points = read(layer, name, tables, 1)
+    tables = tables._replace(levels=_fit_own(_measure(points), tables))
+    if books == "channel":
+        return tables._replace(levels=refine(points.v, points.weight, points.kept, tables))
+    return tables
+
+
+def _set_widths(fitted: dict, damage: dict, spec: CacheSpec, budget: float) -> None:
+    heads_units = {unit: table.shape[:2] for unit, table in damage.items()}
     price = np.concatenate([np.full(h * u, _channels(name)) for (_, name), (h, u) in heads_units.items()])
-    widest = max(t.shape[-1] for t in distortion.values())
-    table = np.concatenate([_to_width(t.reshape(-1, t.shape[-1]), widest) for t in distortion.values()])
+    widest = max(t.shape[-1] for t in damage.values())
+    table = np.concatenate([_to_width(t.reshape(-1, t.shape[-1]), widest) for t in damage.values()])
     spendable = _code_bits(fitted, spec, budget)
     if spendable < price.sum():
         raise ConfigError(
@@ -110,15 +119,20 @@ def _code_bits(fitted: dict, spec: CacheSpec, budget: float) -> float:
     return left
 
 
-def _unit_distortion(points: Points, tables: Tables, name: str, widest: int) -> np.ndarray:
-    """float64 [H, units, widest] per token, at each width in turn."""
-    columns = []
-    for width in range(1, widest + 1):
-        at = tables._replace(levels=codebook.table_of(tables.levels, width), widths=None)
-        error = (codebook.decode(codebook.encode(points.v, at), at) - points.v).square() * points.weight * points.kept
-        channel = error.double().sum(0) / len(points.v)
-        columns.append(_per_unit(channel, name))
-    return torch.stack(columns, dim=-1).numpy()
+def _measure(points: Points) -> Moments:
+    """By channel, heads one after the other."""
+    return measure(points.v.flatten(1).numpy(), (points.weight * points.kept).flatten(1).numpy(), _BINS)
+
+
+def _widest(tables: Tables) -> int:
+    return (tables.levels.shape[1] + 2).bit_length() - 2
+
+
+def _unit_distortion(moments: Moments, tables: Tables, name: str) -> np.ndarray:
+    """float64 [H, units, widest], at each width in turn."""
+    rows = (codebook.table_of(tables.levels, width)[0].double().numpy() for width in range(1, _widest(tables) + 1))
+    channels = (torch.from_numpy(distortion(moments, row)).view(tables.zero.shape) for row in rows)
+    return torch.stack([_per_unit(channel, name) for channel in channels], dim=-1).numpy()
 
 
 def _per_unit(channel: torch.Tensor, name: str) -> torch.Tensor:
@@ -128,30 +142,25 @@ def _per_unit(channel: torch.Tensor, name: str) -> torch.Tensor:
     return torch.nn.functional.pad(channel, (0, -channel.shape[-1] % TILE)).unflatten(-1, (-1, TILE)).sum(-1)
 
 
-def _fit_all(points: Points, widest: int) -> torch.Tensor:
+def _fit_all(moments: Moments, tables: Tables) -> torch.Tensor:
     """Levels [1, tables of 1 to widest bits], each for all channels."""
-    compressed = _compress(points.v, points.weight * points.kept)
-    return torch.cat([_fit_table(*compressed, width) for width in range(1, widest + 1)])[None]
+    everything = pooled(moments, np.ones(len(moments.mass), bool))
+    rows = (to_bf16_distinct(kmeans.exact_kmeans(*everything, 2**w)) for w in range(1, _widest(tables) + 1))
+    return torch.cat([_settled(*everything, row) for row in rows])[None]
 
 
-def _fit_own(points: Points, tables: Tables, widest: int) -> torch.Tensor:
+def _fit_own(moments: Moments, tables: Tables) -> torch.Tensor:
     """The same, each for the channels that have the width; a width that no channel has keeps its table."""
-    v, mass, rows = points.v.flatten(1), (points.weight * points.kept).flatten(1), []
-    for width in range(1, widest + 1):
-        own = (tables.widths == width).flatten()
-        fit = _fit_table(*_compress(v[:, own], mass[:, own]), width) if own.any() else None
-        rows.append(codebook.table_of(tables.levels, width)[0] if fit is None else fit)
+    widths, rows = tables.widths.flatten().numpy(), []
+    for width in range(1, _widest(tables) + 1):
+        own = widths == width
+        row = codebook.table_of(tables.levels, width)[0]
+        rows.append(_settled(*pooled(moments, own), row.double().numpy()) if own.any() else row)
     return torch.cat(rows)[None]
 
 
-def _compress(v: torch.Tensor, mass: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    top = mass.max()
-    return compress(v.numpy(), (mass / top if top > 0 else torch.ones_like(mass)).numpy(), bins=_BINS)
-
-
-def _fit_table(centres: np.ndarray, mass: np.ndarray, width: int) -> torch.Tensor:
-    levels = reassign(centres, mass, to_bf16_distinct(kmeans.exact_kmeans(centres, mass, 2**width)))
-    return torch.from_numpy(levels).float()
+def _settled(centres: np.ndarray, mass: np.ndarray, levels: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(reassign(centres, mass, levels, steps=_STEPS)).float()
 
 
 def _evenly(widest: int) -> torch.Tensor:
