@@ -159,7 +159,7 @@ def test_a_full_run_prints_numbers_sample_paths_and_times(kvcalib_command, tmp_p
     assert "perplexity, quantised cache" in done.stdout
     assert "10.500" in done.stdout
     assert "upon a time," in done.stdout
-    run = tmp_path / "runs" / "tiny-nuq3"
+    run = tmp_path / "runs" / "tiny-mixed3"
     assert str(run / "export" / "kvcalib.safetensors") in done.stdout
     assert str(run / "report" / "report.html") in done.stdout
     assert re.search(r"stages   collect \d+\.\d s, fisher", done.stdout)
@@ -229,7 +229,7 @@ def test_a_changed_setting_in_the_same_run_is_refused(kvcalib_command):
     kvcalib_command("model=tiny")
     done = kvcalib_command("model=tiny", "quant.key.bits=4")
     assert done.returncode == 1
-    assert "quant.key.bits 3 -> 4" in done.stderr
+    assert "quant.key.bits 6 -> 4" in done.stderr
     assert "name=..." in done.stderr
     done = kvcalib_command("model=tiny", "quant.key.bits=4", "name=four")
     assert done.returncode == 0
@@ -253,7 +253,7 @@ def test_an_interrupt_is_a_sentence(kvcalib_command, tmp_path):
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 130
     assert stderr.endswith("kvcalib: interrupted; finished stages are kept\n")
-    assert not list((tmp_path / "runs" / "tiny-nuq3").glob("*.partial"))
+    assert not list((tmp_path / "runs" / "tiny-mixed3").glob("*.partial"))
 
 
 def test_relative_paths_belong_to_the_launch_directory(kvcalib_command, tmp_path):
@@ -263,7 +263,7 @@ def test_relative_paths_belong_to_the_launch_directory(kvcalib_command, tmp_path
     arguments = ["model=tiny", "data=textfile", "data.path=notes.txt", "stage=collect"]
     done = kvcalib_command(*arguments, "runs_root=out", cwd=elsewhere)
     assert done.returncode == 0, done.stderr
-    record = elsewhere / "out" / "tiny-nuq3" / "collect" / "stage.json"
+    record = elsewhere / "out" / "tiny-mixed3" / "collect" / "stage.json"
     content = json.loads(record.read_text())["settings"]["data"]["path"]
     assert content
     assert "notes" not in content
@@ -286,8 +286,8 @@ def test_a_tilde_is_the_home_directory(kvcalib_command, tmp_path):
     home.mkdir()
     done = kvcalib_command("model=tiny", "stage=collect", "runs_root='~/kept'", HOME=str(home))
     assert done.returncode == 0, done.stderr
-    assert (home / "kept" / "tiny-nuq3" / "collect" / "stage.json").is_file()
-    assert (home / "kept" / "tiny-nuq3" / "kvcalib.log").is_file()
+    assert (home / "kept" / "tiny-mixed3" / "collect" / "stage.json").is_file()
+    assert (home / "kept" / "tiny-mixed3" / "kvcalib.log").is_file()
     assert not (tmp_path / "~").exists()
 
 

@@ -71,16 +71,16 @@ def test_every_stage_of_a_grouped_format_runs_on_the_tiny_model(command):
 
 @pytest.mark.slow
 def test_a_stage_of_another_format_re_uses_the_measurements(command, caplog):
-    assert ran(command()) == EVERYTHING
+    assert ran(command("quant=nuq3")) == EVERYTHING
     with caplog.at_level("INFO"):
-        done = command("stage=codebooks", "quant.key.bits=2")
+        done = command("quant=nuq3", "stage=codebooks", "quant.key.bits=2")
     assert ran(done) == ["outliers", "codebooks"]
     assert "outliers: settings changed (quant.key.bits 3 -> 2), running again" in caplog.text
     assert "now out of date: export, evaluate, report" in caplog.text
     with pytest.raises(ConfigError, match="quant.key.bits 2 -> 3.* name=... .* stage.force=true"):
-        command()
-    assert ran(command("stage.force=true")) == ["outliers", "codebooks"]  # the rest is of this format
-    assert ran(command()) == []
+        command("quant=nuq3")
+    assert ran(command("quant=nuq3", "stage.force=true")) == ["outliers", "codebooks"]  # the rest is of this format
+    assert ran(command("quant=nuq3")) == []
 
 
 @pytest.mark.slow
@@ -99,13 +99,13 @@ def test_timing_is_a_stage_of_its_own_and_renews_the_report(command, tmp_path, c
     few = (*quick, "bench.batches=[1]", "bench.prefill=[64]", "bench.steps=4", "bench.calibration=1")
     command()
     assert ran(command("stage=bench", *few)) == ["bench"]
-    found = json.loads((tmp_path / "tiny-nuq3" / "bench" / "bench.json").read_text())
+    found = json.loads((tmp_path / "tiny-mixed3" / "bench" / "bench.json").read_text())
     assert {row["contender"] for row in found["decode"]} == {"kvcalib", "full", "full:empty"}
     assert found["calibration"]["windows"] == 1
     assert found["stages"].keys() == set(EVERYTHING)
     assert ran(command("stage=bench", *few)) == []
     assert ran(command(*few)) == ["report"]
-    assert "Whole decode steps" in (tmp_path / "tiny-nuq3" / "report" / "report.md").read_text()
+    assert "Whole decode steps" in (tmp_path / "tiny-mixed3" / "report" / "report.md").read_text()
     assert ran(command("stage=bench", *few, "bench.rounds=2")) == ["bench"]
 
 

@@ -16,7 +16,7 @@ from kvcalib.stages import TABLE
 def default_settings():
     cli.register_schema()
     with initialize_config_dir(cli.conf_dir(), version_base="1.3"):
-        return cli.to_settings(compose("config"), Path("/launch"))
+        return cli.to_settings(compose("config", ["quant=nuq3"]), Path("/launch"))
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ NAMES = [stage.name for stage in TABLE]
 def composed():
     cli.register_schema()
     with initialize_config_dir(cli.conf_dir(), version_base="1.3"):
-        return cli.to_settings(compose("config"), Path("/launch"))
+        return cli.to_settings(compose("config", ["quant=nuq3"]), Path("/launch"))
 
 
 @pytest.fixture

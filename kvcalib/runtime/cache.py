@@ -1,6 +1,6 @@
 """`CalibratedCache`: a transformers Cache that keeps keys and values in the bits of a calibrated artifact.
 
-cache = CalibratedCache.from_pretrained("runs/smollm2-nuq3/export/kvcalib.safetensors", model)
+cache = CalibratedCache.from_pretrained("runs/smollm2-mixed3/export/kvcalib.safetensors", model)
 model.generate(**inputs, cache=cache)
 """
 

@@ -12,7 +12,7 @@ from tests.helpers import cache_spec, make_artifact
 CASE = Case(Shape(6, 2, 32), 2, 300)
 
 
-@pytest.fixture(params=["static", "mixed"])
+@pytest.fixture(params=["static", "mixed", "feedback"])
 def artifact(request, model, windows):
     return make_artifact(model, cache_spec(request.param, "token", window=16, sink=4), windows[:1])
 
