@@ -92,7 +92,7 @@ def codebooks(
             x, grad = (t.unflatten(0, (-1, PAGE))[::every].flatten(0, 1) for t in sample)
             return mixed.Points(*sample_points(x, grad, tables, specs[name], fits[name]))
 
-        fitted, summary = mixed.fit_mixed(read, fitted, spec, budget)
+        fitted, summary = mixed.fit_mixed(read, fitted, spec, budget, progress)
     header = {**reader.header, "spec": spec.to_dict(), "sample_tokens": _tokens(windows)}
     files.save(Path(out) / FILE, _tensors(fitted), header)
     return {"fitted": sampled, "layers": summary}

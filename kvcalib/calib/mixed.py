@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvcalib.calib import taps
 from kvcalib.errors import ConfigError
 from kvcalib.fit import kmeans
 from kvcalib.fit.allocate import allocate
@@ -45,7 +46,9 @@ Read = Callable[[int, str, Tables, int], Points]
 """(layer, "key" or "value", tables, n) -> Points of every n-th page of the sample under those tables."""
 
 
-def fit_mixed(read: Read, frames: dict[int, dict[str, Tables]], spec: CacheSpec, budget: float) -> tuple[dict, dict]:
+def fit_mixed(
+    read: Read, frames: dict[int, dict[str, Tables]], spec: CacheSpec, budget: float, progress: taps.Progress
+) -> tuple[dict, dict]:
     """frames: {layer: {"key": Tables, "value": Tables}} -> (the same with levels and widths, summary).
 
     Raises ConfigError if the budget is below one bit per element and the rest of a page.
@@ -53,20 +56,20 @@ def fit_mixed(read: Read, frames: dict[int, dict[str, Tables]], spec: CacheSpec,
     names = [name for name in ("key", "value") if getattr(spec, name).levels == "mixed"]
     units = [(layer, name) for layer in frames for name in names]
     fitted = {layer: dict(tables) for layer, tables in frames.items()}
-    for layer, name in units:
+    for layer, name in progress(units, len(units), "levels"):
         widest = torch.full_like(fitted[layer][name].zero, getattr(spec, name).bits, dtype=torch.uint8)
         tables = fitted[layer][name]._replace(levels=_evenly(getattr(spec, name).bits), widths=widest)
         fitted[layer][name] = tables._replace(levels=_fit_all(_measure(read(layer, name, tables, _THIN)), tables))
     for round_ in range(_ROUNDS):
         damage = {}
-        for layer, name in units:
+        for layer, name in progress(units, len(units), f"bits, round {round_ + 1} of {_ROUNDS}"):
             tables = fitted[layer][name]
             moments = _measure(read(layer, name, tables, _THIN))
             if round_ > 0:
                 fitted[layer][name] = tables = tables._replace(levels=_fit_own(moments, tables))
             damage[layer, name] = _unit_distortion(moments, tables, name)
         _set_widths(fitted, damage, spec, budget)
-    for layer, name in units:
+    for layer, name in progress(units, len(units), "levels of every width"):
         fitted[layer][name] = _finish(read, layer, name, fitted[layer][name], getattr(spec, name).books)
     return fitted, _summary(fitted, names)
 
