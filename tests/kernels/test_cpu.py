@@ -149,9 +149,10 @@ def test_large_scores_do_not_overflow(isa):
     check(make_packed(KEY, VALUE, shape), shape, isa, scale=100.0)
 
 
-def test_the_number_of_threads_changes_nothing():
-    shape = Shape(counts=(40, 17), queries=3, group=3)
-    packed, query = make_packed(KEY, VALUE, shape), torch.randn(2, 6, 3, 32)
+@pytest.mark.parametrize("queries", [1, 3])  # with one, threads also decide whether they share out heads
+def test_the_number_of_threads_changes_nothing(queries):
+    shape = Shape(counts=(40, 17), queries=queries, group=3)
+    packed, query = make_packed(KEY, VALUE, shape), torch.randn(2, 6, queries, 32)
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):

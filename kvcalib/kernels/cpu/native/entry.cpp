@@ -12,8 +12,9 @@
 #endif
 
 #define KV_DECLARE(isa)                                                                              \
-  void run_item_##isa(const Layer&, const Call&, const Split&, const Item&, float* scratch, float*); \
-  int64_t scratch_size_##isa(const Layer&, int64_t queries);                                         \
+  void run_item_##isa(const Layer&, const Call&, const Split&, const Item&, float* scratch, float*,  \
+                      int64_t);                                                                      \
+  int64_t scratch_size_##isa(const Layer&, int64_t queries, int64_t heads);                          \
   void pack_page_##isa(const Layer&, const Pack&, const PackCall&, int64_t, uint8_t*);               \
   int64_t pack_bytes_##isa(const Layer&);
 KV_DECLARE(portable)
@@ -28,7 +29,7 @@ enum Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
 
 struct Functions {
   RunItem run;
-  int64_t (*scratch)(const Layer&, int64_t);
+  int64_t (*scratch)(const Layer&, int64_t, int64_t);
   void (*pack)(const Layer&, const Pack&, const PackCall&, int64_t, uint8_t*);
   int64_t (*pack_bytes)(const Layer&);
 };
@@ -54,7 +55,8 @@ Item item_of(int64_t index, const Layer& layer, const Call& call, const Split& s
   item.slot = index % s.slots, index /= s.slots;
   const int64_t block = index % s.query_blocks;
   index /= s.query_blocks;
-  item.head = index % layer.heads, item.row = index / layer.heads;
+  const int64_t head_blocks = layer.heads / s.head_block;
+  item.head = index % head_blocks * s.head_block, item.row = index / head_blocks, item.heads = s.head_block;
   item.first_query = block * s.query_block;
   const int64_t left = call.queries - item.first_query;
   item.queries = left < s.query_block ? left : s.query_block;
@@ -108,25 +110,35 @@ KV_EXPORT int64_t kv_sizes(int which) { return which == 0 ? sizeof(Layer) : whic
 // 0, or 1 where memory ran out.
 KV_EXPORT int kv_attend(const Layer* layer, const Call* call, int isa) {
   const Functions f = functions_of(isa);
-  const Split s = split(*call);
+  const Split s = split(*layer, *call);
   const int64_t groups = call->rows * layer->heads * s.query_blocks, items = groups * s.slots;
   const int64_t most = s.query_block * (call->query_heads / layer->heads);
   const int64_t partial_floats = (most * (2 + layer->value.padded) + 15) / 16 * 16;
   Floats partials(items * partial_floats);
   if (!partials.p && items) return 1;
+  const int64_t head_step = s.query_blocks * s.slots * partial_floats;
+  const auto partial_of = [&](const Item& item, int64_t slot) {
+    const int64_t group = (item.row * layer->heads + item.head) * s.query_blocks + item.first_query / s.query_block;
+    return partials.p + (group * s.slots + slot) * partial_floats;
+  };
   std::atomic<int64_t> next{0}, next_group{0};
   std::atomic<int> failed{0};
   // The team is the one that torch has set for the calling thread; a num_threads clause would make libgomp rebuild it.
 #pragma omp parallel if (call->threads > 1 && items > 1)
   {
-    Floats scratch(f.scratch(*layer, most));
+    Floats scratch(f.scratch(*layer, most, s.head_block));
     if (!scratch.p) failed = 1;
-    for (int64_t i; !failed && (i = next++) < items;)
-      f.run(*layer, *call, s, item_of(i, *layer, *call, s), scratch.p, partials.p + i * partial_floats);
+    for (int64_t i; !failed && (i = next++) < items / s.head_block;) {
+      const Item item = item_of(i, *layer, *call, s);
+      f.run(*layer, *call, s, item, scratch.p, partial_of(item, item.slot), head_step);
+    }
 #pragma omp barrier
-    for (int64_t g; !failed && (g = next_group++) < groups;)
-      merge(*layer, *call, s, item_of(g * s.slots, *layer, *call, s), partials.p + g * s.slots * partial_floats,
-            partial_floats);
+    Split by_head = s;
+    by_head.head_block = 1;
+    for (int64_t g; !failed && (g = next_group++) < groups;) {
+      const Item item = item_of(g * s.slots, *layer, *call, by_head);
+      merge(*layer, *call, s, item, partial_of(item, 0), partial_floats);
+    }
   }
   return failed;
 }

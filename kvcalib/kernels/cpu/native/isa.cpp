@@ -14,14 +14,16 @@
 #include "tiles.h"
 #include "scores.h"
 #include "decode.h"
+#include "queries.h"
+#include "tokens.h"
 #include "items.h"
 
 void KV_NAME(run_item)(const Layer& layer, const Call& call, const Split& split, const Item& item, float* scratch,
-                       float* partial) {
-  attend_item(layer, call, split, item, scratch, partial);
+                       float* partial, int64_t partial_step) {
+  attend_item(layer, call, split, item, scratch, partial, partial_step);
 }
 
-int64_t KV_NAME(scratch_size)(const Layer& layer, int64_t queries) {
+int64_t KV_NAME(scratch_size)(const Layer& layer, int64_t queries, int64_t heads) {
   Scratch unused;
-  return scratch_floats(layer, queries, &unused, nullptr);
+  return scratch_floats(layer, queries, heads, &unused, nullptr);
 }

@@ -80,17 +80,18 @@ struct Call {
   float scale, softcap;                        // softcap 0: none
 };
 
-// Splits the work in a way that depends on the shapes alone, so that results do not depend on the number of threads.
+// Splits the work. Chunks depend on the shapes alone, so that results do not depend on the number of threads.
 struct Split {
   int64_t query_block;       // queries of an item
   int64_t query_blocks;
   int64_t chunk;             // pages, or blocks of 32 exact tokens, of an item
   int64_t exact_slots, slots;
+  int64_t head_block;        // kv heads of an item: one, or all
 };
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-inline Split split(const Call& call) {
+inline Split split(const Layer& layer, const Call& call) {
   Split s;
   s.query_block = call.queries < 32 ? call.queries : 32;
   s.query_blocks = ceil_div(call.queries, s.query_block);
@@ -102,12 +103,17 @@ inline Split split(const Call& call) {
   }
   s.exact_slots = ceil_div(ceil_div(sinks, kPage) + ceil_div(call.recent_count, kPage), s.chunk);
   s.slots = s.exact_slots + ceil_div(most, s.chunk);
+  // This alone may depend on the threads: results are the same however heads are shared out.
+  const bool few = s.query_block * (call.query_heads / layer.heads) <= 4;
+  const bool enough = call.rows * s.query_blocks * s.slots >= 4 * call.threads;
+  s.head_block = few && (enough || call.threads == 1) ? layer.heads : 1;
   return s;
 }
 
 // One unit of work; its result is m, l and o of `query_block * G` queries: [n] , [n], [n, value.padded].
 struct Item {
-  int64_t row, head, first_query, queries, slot;
+  int64_t row, head, heads, first_query, queries, slot;
 };
 
-using RunItem = void (*)(const Layer&, const Call&, const Split&, const Item&, float* scratch, float* partial);
+using RunItem = void (*)(const Layer&, const Call&, const Split&, const Item&, float* scratch, float* partial,
+                         int64_t partial_step);
