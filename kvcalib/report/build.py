@@ -140,6 +140,9 @@ def figures(run: Run) -> Iterator[Figure]:
             f"{kind} is {meaning}" for kind, meaning in FITS.items() if kind in series
         )
         yield Figure(plots.per_layer(series, title=f"Distortion of {side}s", unit="weighted error"), f"{caption}.")
+    if series := widths(run):
+        caption = "Mean bits of a code, where every rotary pair of keys and every 16 channels of values has its own."
+        yield Figure(plots.per_layer(series, title="Bits by layer", unit="bits"), caption)
     if series := m.get("layers"):
         yield Figure(plots.per_layer(series, title="Error by layer", unit="relative error"))
     yield from map(Figure, speed.figures(run.bench) if run.bench else ())
@@ -163,10 +166,20 @@ def distortions(run: Run) -> dict[str, dict[str, list[float]]]:
     """Side ("key", "value") -> kind of levels -> weighted distortion per layer, where fitted."""
     summary = run.records.get("codebooks", {}).get("summary", {})
     layers = list(summary.get("layers", {}).values())
-    return {
-        side: {kind: [layer[side][kind] for layer in layers] for kind in FITS if all(kind in at[side] for at in layers)}
+    series = {
+        side: {
+            kind: [at[side][kind] for at in layers] for kind in FITS if all(kind in at.get(side, {}) for at in layers)
+        }
         for side in summary.get("fitted", [])
     }
+    return {side: kinds for side, kinds in series.items() if kinds}
+
+
+def widths(run: Run) -> dict[str, list[float]]:
+    """Side -> mean width per layer, where widths are mixed."""
+    layers = list(run.records.get("codebooks", {}).get("summary", {}).get("layers", {}).values())
+    found = {f"{side}s": [at.get(side, {}).get("mean_width") for at in layers] for side in ("key", "value")}
+    return {side: means for side, means in found.items() if means and None not in means}
 
 
 def _markdown(run: Run) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from kvcalib.errors import MissingInput
 from kvcalib.report import plots
-from kvcalib.report.build import build, distortions, read_run
+from kvcalib.report.build import build, distortions, figures, read_run, widths
 
 RECORD = {
     "settings": {"quant": {"key": {"bits": 3}}},
@@ -45,7 +45,7 @@ def run_dir(tmp_path):
 
 
 def write(folder, record):
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "stage.json").write_text(json.dumps(record))
 
 
@@ -103,6 +103,15 @@ def test_sparse_metrics_make_a_shorter_page(run_dir):
     (run_dir / "evaluate" / "metrics.json").write_text(json.dumps({"ppl_fp": 10.0}))
     (run_dir / "codebooks" / "stage.json").write_text(json.dumps(RECORD))
     assert build(run_dir)["figures"] == 1
+
+
+def test_mixed_widths_are_drawn_instead_of_distortions(run_dir):
+    layers = {str(i): {"key": {"mean_width": 2.0 + i}, "value": {"mean_width": 3.0}} for i in range(2)}
+    write(run_dir / "codebooks", {**RECORD, "summary": {"fitted": ["key", "value"], "layers": layers}})
+    run = read_run(run_dir)
+    assert distortions(run) == {}
+    assert widths(run) == {"keys": [2.0, 3.0], "values": [3.0, 3.0]}
+    assert any("Mean bits of a code" in (figure.caption or "") for figure in figures(run))
 
 
 def test_distortions_are_grouped_by_side_and_kind(run_dir):
