@@ -91,8 +91,8 @@ def _set_widths(fitted: dict, damage: dict, spec: CacheSpec, budget: float) -> N
     spendable = _code_bits(fitted, spec, budget)
     if spendable < price.sum():
         raise ConfigError(
-            f"quant.budget={budget:g} bits per element leaves less than one bit per code after ranges and outliers; "
-            f"raise it or lower quant.key.outliers and quant.value.outliers"
+            f"quant.budget={budget:g} bits per element of keys and values leaves less than one bit per code after "
+            f"ranges, outliers and what is not mixed; raise it or lower quant.key.outliers and quant.value.outliers"
         )
     widths, start = allocate(table, price, spendable), 0
     for (layer, name), (heads, units) in heads_units.items():

@@ -20,6 +20,7 @@ from kvcalib.kernels.cpu import attend as compiled
 from kvcalib.kernels.cpu import pack as compiled_pack
 from kvcalib.kernels.cpu.build import CannotBuild
 from kvcalib.kernels.packed import Packed
+from kvcalib.quant.page import PageLayout
 
 log = logging.getLogger(__name__)
 
@@ -34,12 +35,20 @@ def attend(query: torch.Tensor, packed: Packed, *, scale: float, softcap: float 
     return compiled.attend(query, packed, scale=scale, softcap=softcap, isa=name)
 
 
-def pack(key: torch.Tensor, value: torch.Tensor, *arguments) -> torch.Tensor:
-    """See `reference.pack`."""
+def pack(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    columns: torch.Tensor,
+    positions: torch.Tensor,
+    counts: torch.Tensor,
+    layout: PageLayout,
+    *tables,
+) -> torch.Tensor:
+    """See `reference.pack`, which also packs what the compiled kernel cannot: outliers chosen as KVQuant does."""
     name = kernel_name(key.device.type, os.environ.get(VARIABLE) or "auto")
-    if name == "reference":
-        return reference.pack(key, value, *arguments)
-    return compiled_pack.pack(key, value, *arguments, isa=name)
+    if name == "reference" or not compiled_pack.covers(layout):
+        return reference.pack(key, value, columns, positions, counts, layout, *tables)
+    return compiled_pack.pack(key, value, columns, positions, counts, layout, *tables, isa=name)
 
 
 @cache

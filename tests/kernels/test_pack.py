@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvcalib.fit.feedback import fit_feedback
-from kvcalib.kernels import reference
+from kvcalib.kernels import dispatch, reference
 from kvcalib.kernels.cpu import build
 from kvcalib.kernels.cpu.attend import ISAS, supported
 from kvcalib.kernels.cpu.pack import pack
@@ -68,6 +68,24 @@ def _with_feedback(tables, spec: TensorSpec, g):
     )
     matrix, order, weight = fit_feedback(grad)
     return tables._replace(feedback=matrix, order=order, weight=weight if spec.ranks_by_error else None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (TensorSpec(3, "nuq", "static", rope="pre", outliers=0.01, rank="threshold"), VALUE),
+        (KEY, TensorSpec(3, "nuq", "token", outliers=0.02, rank="tails")),
+    ],
+)
+def test_outliers_chosen_as_kvquant_does_are_packed_by_the_reference(key, value):
+    g = torch.Generator().manual_seed(3)
+    shape = Shape()
+    tables = [make_tables(spec, shape.heads, dim, g) for spec, dim in ((key, shape.dim), (value, shape.value_dim))]
+    layout = PageLayout(CacheSpec(key, value, 0, 0), *tables)
+    arguments = (*inputs(shape), layout, *tables, make_rope(shape))
+    assert torch.equal(dispatch.pack(*arguments), reference.pack(*arguments))
+    with pytest.raises(AssertionError, match="outliers"):
+        pack(*arguments)
 
 
 def check(found, expected, layout, tables, *, exactly: bool) -> None:

@@ -100,6 +100,12 @@ class PackPlan:
         setattr(side, field, self.buffers[-1].data_ptr())
 
 
+def covers(layout: PageLayout) -> bool:
+    """Whether the kernel knows how this format chooses its outliers: not KVQuant's thresholds and tails."""
+    specs = (layout.spec.key, layout.spec.value)
+    return all(not spec.quantised or spec.rank in ("error", "range") for spec in specs)
+
+
 def pack(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -113,6 +119,7 @@ def pack(
     isa: str | None = None,
 ) -> torch.Tensor:
     """See `kernels.reference.pack`."""
+    assert covers(layout), "outliers chosen by threshold or tails are packed by the reference"
     pages = torch.empty(len(counts), layout.nbytes, dtype=torch.uint8)
     call, _alive = call_struct(key, value, columns, positions, counts, layout, rope, pages)
     struct = layer_plan(layout, key_tables, value_tables, rope).struct
