@@ -74,7 +74,9 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         if allowed is not None:
             with torch.inference_mode(False), torch.no_grad():
                 self.store.drop_padding(allowed[..., self.store.length - tokens :].any(1))
-            self.store.check_hidden(allowed, tokens)
+        if self.store.real is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                self.store.check_hidden(allowed, tokens)
         if self.store.has_moved:
             output, weights = self._attend_packed(module, query, allowed, options), None
         else:
