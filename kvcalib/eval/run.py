@@ -71,18 +71,8 @@ def evaluate(
         real = _real(model, cache, windows, chunk, progress, seconds)
         memory = cache.memory_report()
         with _timed(seconds, "needle"):
-            needles = needle(
-                model,
-                tokenizer,
-                cache,
-                artifact.spec,
-                tasks=needle_tasks,
-                lengths=needle_lengths,
-                depths=needle_depths,
-                trials=needle_trials,
-                seed=seed,
-                progress=progress,
-            )
+            plan = {"tasks": needle_tasks, "lengths": needle_lengths, "depths": needle_depths, "trials": needle_trials}
+            needles = needle(model, tokenizer, cache, artifact.spec, **plan, seed=seed, progress=progress)
         with _timed(seconds, "sample"):
             cache.reset()
             shown = sample(model, tokenizer, cache, windows[0], prompt=prompt, tokens=sample_tokens)
