@@ -74,11 +74,6 @@ pytestmark = pytest.mark.skipif(not build.has_compiler(), reason="no C++ compile
 
 
 @pytest.fixture(params=ISAS)
-def _zero_for_nan(poisoned):
-    """What float64 arithmetic on whole tensors needs where a kernel must not read at all."""
-    return torch.where(poisoned.isnan(), 0.0, poisoned)
-
-
 def isa(request):
     if request.param not in supported():
         pytest.skip(f"this processor has no {request.param}")
@@ -227,3 +222,8 @@ def test_two_processes_build_once_and_a_damaged_library_is_built_again(tmp_path)
     again = run_python(ATTEND, **environment)
     assert again.returncode == 0, again.stderr
     assert again.stderr.count("building the CPU kernel") == 1
+
+
+def _zero_for_nan(poisoned):
+    """What float64 arithmetic on whole tensors needs where a kernel must not read at all."""
+    return torch.where(poisoned.isnan(), 0.0, poisoned)
