@@ -26,7 +26,7 @@ from kvcalib.quant import codebook
 from kvcalib.quant.page import TILE, PageLayout
 from kvcalib.quant.spec import PAGE, CacheSpec, Tables
 
-_BINS = 512
+_BINS = 384
 _STEPS = 100
 _ROUNDS = 2
 _THIN = 2

@@ -32,7 +32,8 @@ def measure(v: np.ndarray, weight: np.ndarray, bins: int) -> Moments:
     channels = v.shape[1]
     place = np.clip((v + 1) * (bins / 2), 0, bins - 1).astype(np.int64)
     index = (place + np.arange(channels) * bins).ravel()
-    sums = (np.bincount(index, (weight * v**power).ravel(), channels * bins) for power in range(3))
+    first = weight * v
+    sums = (np.bincount(index, part.ravel(), channels * bins) for part in (weight, first, first * v))
     return Moments(*(total.reshape(channels, bins) for total in sums))
 
 
