@@ -27,7 +27,7 @@ from kvcalib.quant.spec import CacheSpec, Tables
 FILE_NAME = "kvcalib.safetensors"
 TIMEOUT = 5.0
 """Seconds to wait for the hub's first answer."""
-_DTYPES = {"levels": torch.bfloat16, "widths": torch.uint8, "feedback": torch.bfloat16, "order": torch.int16}
+_DTYPES = {"levels": torch.bfloat16, "widths": torch.uint8, "feedback": torch.bfloat16, "order": torch.int16, "trellis": torch.bfloat16}
 _METADATA_KEY = "kvcalib"
 _DICTS = ("spec", "model", "calibration", "settings", "summary")
 _HEADER = ("version", "layers", *_DICTS)
