@@ -23,6 +23,7 @@ ALLOWED = {
     "report": {"errors"},
     "errors": set(),
     "settings": {"errors"},
+    "checks": {"settings", "errors"},
     "records": {"errors"},
     "planner": {"records", "settings", "errors"},
     "pipeline": {"planner", "records", "settings", "errors"},
