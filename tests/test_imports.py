@@ -29,7 +29,7 @@ ALLOWED = {
     "pipeline": {"planner", "records", "settings", "errors"},
 }
 """What each package or module may import from kvcalib; those in TOP may import all of it."""
-TOP = {"__init__", "__main__", "benchmark", "cli", "frontier", "session", "stages"}
+TOP = {"__init__", "__main__", "benchmark", "cli", "frontier", "reads", "session", "stages"}
 PLACES = {
     "torch": {"quant", "fit", "kernels", "artifact", "models", "data", "calib", "runtime", "eval"},
     "transformers": {"models", "runtime", "calib", "data", "eval"},
