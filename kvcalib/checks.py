@@ -157,10 +157,15 @@ def _eval_problems(settings: Settings) -> Iterator[str]:
 
 def _bench_problems(settings: Settings) -> Iterator[str]:
     bench, quant = settings.bench, settings.quant
-    shortest = max(quant.sink + quant.window, TIMED_EXACT) + PAGE
-    for key, least in {"lengths": shortest, "batches": 1, "contexts": 1, "prefill": 1}.items():
+    for key, least in {"lengths": TIMED_EXACT + PAGE, "batches": 1, "contexts": 1, "prefill": 1}.items():
         for value in getattr(bench, key):
             yield from _at_least(f"bench.{key}", value, least)
+    shortest = quant.sink + quant.window + PAGE
+    if "bench" in settings.stage.run and any(TIMED_EXACT + PAGE <= length < shortest for length in bench.lengths):
+        yield (
+            f"quant.window={quant.window} leaves nothing of bench.lengths={min(bench.lengths)} to quantise: each must "
+            f"be at least quant.sink + quant.window + {PAGE} = {shortest}"
+        )
     for key, least in {"steps": 1, "rounds": 1, "calibration": 0}.items():
         yield from _at_least(f"bench.{key}", getattr(bench, key), least)
     for shape in bench.shapes:
@@ -182,11 +187,12 @@ def _nothing_quantised(settings: Settings) -> Iterator[str]:
     """A window that ends before two pages are full measures the exact tokens alone."""
     quant, length = settings.quant, settings.eval.length
     quantised = any(tensor.levels is not Levels.none for tensor in (quant.key, quant.value))
-    shortest = quant.sink + quant.window + 2 * PAGE
+    shortest, longest = quant.sink + quant.window + 2 * PAGE, length - quant.sink - 2 * PAGE
     if "evaluate" in settings.stage.run and quantised and 2 <= length < shortest:
         yield (
-            f"eval.length={length} must be at least quant.sink + quant.window + {2 * PAGE} = {shortest}, "
-            "or next to nothing of a window would be quantised"
+            f"quant.window={quant.window} leaves next to nothing of eval.length={length} to quantise: "
+            + (f"use quant.window={longest} or less, or " if longest >= 0 else "use ")
+            + f"eval.length={shortest} or more (quant.sink + quant.window + {2 * PAGE})"
         )
 
 

@@ -63,8 +63,12 @@ def test_all_problems_are_reported_together(settings):
         ("seed", 2**32, "seed=4294967296 must be 0 to 4294967295"),
         ("eval.prompt", " ", "eval.prompt=' ' is blank"),
         ("eval.needle_lengths", [-5], "eval.needle_lengths=-5 must be at least 16"),
-        ("eval.length", 195, "eval.length=195 must be at least quant.sink + quant.window + 64 = 196"),
-        ("quant.window", 1000, "eval.length=1024 must be at least quant.sink + quant.window + 64 = 1068"),
+        (
+            "eval.length",
+            195,
+            "of eval.length=195 to quantise: use quant.window=127 or less, or eval.length=196 or more",
+        ),
+        ("quant.window", 1000, "quant.window=1000 leaves next to nothing of eval.length=1024 to quantise"),
         ("data.name", "textfile", "needs data.path="),
         ("bench.shapes", ["8/3/64"], "bench.shapes='8/3/64' must be model, or query heads"),
         ("bench.shapes", ["32/8"], "bench.shapes='32/8' must be model"),
@@ -84,6 +88,15 @@ def test_each_mistake_gives_a_sentence(settings, path, value, sentence):
         node = getattr(node, parent)
     setattr(node, last, value)
     assert any(sentence in problem for problem in problems(settings))
+
+
+def test_a_window_that_is_too_long_is_one_sentence_about_the_window(settings):
+    settings.quant.window = 100000
+    (sentence,) = problems(settings)
+    assert sentence.startswith("quant.window=100000 ")
+    settings.stage.run = ["bench"]
+    (sentence,) = problems(settings)
+    assert sentence.startswith("quant.window=100000 leaves nothing of bench.lengths=")
 
 
 def test_short_windows_are_fine_where_nothing_is_quantised_or_measured(settings):
