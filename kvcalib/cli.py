@@ -27,8 +27,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from kvcalib import __version__
+from kvcalib.checks import check
 from kvcalib.errors import ConfigError, KvcalibError
-from kvcalib.settings import Settings, absolute_paths, check, known_keys
+from kvcalib.settings import Settings, absolute_paths, known_keys
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The stage table: what each stage reads, and its call with plain arguments.
+"""The stage table, and the call of each stage with plain arguments; what it reads is in `reads.py`.
 
     collect --> outliers --> codebooks --> export --> evaluate --> report
     fisher  ----------------^                 | '--> bench
@@ -10,136 +10,14 @@ imported inside the functions that call them, so that composing a configuration 
 
 from __future__ import annotations
 
-import glob
-import hashlib
-from functools import cache
 from pathlib import Path
 
-from kvcalib import records
+from kvcalib import reads, records
 from kvcalib.planner import Stage, Task
-from kvcalib.session import MODEL_KEYS, Session
-from kvcalib.settings import Settings, TensorSettings, plain
+from kvcalib.session import Session
+from kvcalib.settings import Settings, plain
 
-# ---- what a stage reads: nested dicts of JSON types, compared by the planner
-
-
-WEIGHT_FILES = {".safetensors", ".gguf", ".json", ".model"}
 TEXT_KEYS = ("text", "text_path", "order", "windows", "length")
-FIT_KEYS = ("fisher", "range_weight", "solver")
-
-
-def _model_reads(settings: Settings) -> dict:
-    """The weights: where they come from, and for local files their sizes and times."""
-    model = plain(settings.model)
-    kept = {key: model[key] for key in MODEL_KEYS}
-    if kept["path"]:  # overrides every other source
-        kept.update(packages=[], sha256=None)
-        files = [file for file in _files_of(kept["path"]) if file.suffix in WEIGHT_FILES]
-        kept["files"] = {file.name: _stamp(file) for file in files}
-    return kept
-
-
-def _stamp(path: Path) -> str:
-    stat = path.stat()
-    return f"{stat.st_size} bytes, {stat.st_mtime_ns}"
-
-
-def _data_reads(settings: Settings, *keys: str) -> dict:
-    """The text: local files by content, so that a moved file is the same text."""
-    data = plain(settings.data)
-    contents = {key: _content(data[key]) for key in ("path", "eval_path")}
-    return {"name": data["name"], **contents, **{key: data[key] for key in keys}}
-
-
-def _content(path: str | None) -> str | None:
-    files = _files_of(path)
-    if not files:
-        return path
-    return records.fingerprint([_digest(file, _stamp(file)) for file in files])
-
-
-@cache
-def _digest(path: Path, stamp: str) -> str:
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _files_of(path: str | None) -> list[Path]:
-    """The files that a path (file, folder or glob) stands for, sorted; [] if none exists."""
-    if not path:
-        return []
-    root = Path(path)
-    if root.is_dir():
-        return sorted(p for p in root.rglob("*") if p.is_file())
-    return [root] if root.is_file() else sorted(Path(p) for p in glob.glob(path))
-
-
-def _collect_reads(settings: Settings) -> dict:
-    return {
-        "model": _model_reads(settings),
-        "data": _data_reads(settings, "windows", "length", "order"),
-        "quant": {"sink": settings.quant.sink},
-        "seed": settings.seed,
-    }
-
-
-def _fisher_reads(settings: Settings) -> dict:
-    reads = _collect_reads(settings)
-    reads["data"]["sample"] = settings.data.sample
-    return reads
-
-
-def _outliers_reads(settings: Settings) -> dict:
-    """The whole format, though bits do not enter: the frames say which format they are for."""
-    return {"quant": {"key": _format(settings.quant.key), "value": _format(settings.quant.value)}}
-
-
-def _format(tensor: TensorSettings) -> dict:
-    return {name: item for name, item in plain(tensor).items() if name not in FIT_KEYS}
-
-
-def _codebooks_reads(settings: Settings) -> dict:
-    quant = plain(settings.quant)
-    return {"quant": {name: quant[name] for name in ("key", "value", "budget")}, "seed": settings.seed}
-
-
-def _export_reads(settings: Settings) -> dict:
-    quant = plain(settings.quant)
-    return {"quant": {key: item for key, item in quant.items() if key != "name"}}
-
-
-def _evaluate_reads(settings: Settings) -> dict:
-    measure = plain(settings.eval)
-    measure["text_path"] = _content(measure["text_path"])
-    measure["order"] = measure["order"] or settings.data.order.value
-    data = {} if measure["text"] else _data_reads(settings)
-    return {"eval": measure, "data": data, "seed": settings.seed}
-
-
-def _reference_reads(settings: Settings) -> dict:
-    reads = _evaluate_reads(settings)
-    dropped = ("chunk", "sample_tokens", "prompt")
-    reads["eval"] = {key: item for key, item in reads["eval"].items() if key not in dropped}
-    return {"model": _model_reads(settings), **reads}
-
-
-def _peer_reads(settings: Settings) -> dict:
-    return {"peer": plain(settings.peer), "quant": {"sink": settings.quant.sink}}
-
-
-def _bench_reads(settings: Settings) -> dict:
-    return {"bench": plain(settings.bench), "threads": settings.threads}
-
-
-def _report_reads(settings: Settings) -> dict:
-    bench = records.finished(Path(settings.run_dir), "bench")
-    return {"name": settings.name, "bench": bench.record["fingerprint"] if bench else None}
-
-
-# ---- what a stage does: plain arguments to the function that has its name
 
 
 def _collect(session: Session, task: Task) -> dict:
@@ -218,7 +96,7 @@ def _spec(settings: Settings):
     from kvcalib.quant.spec import CacheSpec, TensorSpec
 
     quant = settings.quant
-    key, value = (TensorSpec(**_format(tensor)) for tensor in (quant.key, quant.value))
+    key, value = (TensorSpec(**reads.tensor_format(tensor)) for tensor in (quant.key, quant.value))
     return CacheSpec(key, value, quant.window, quant.sink)
 
 
@@ -350,19 +228,19 @@ def table_of(settings: Settings) -> tuple[Stage, ...]:
 
 
 TABLE = (
-    Stage("collect", (), _collect_reads, _collect, shared=True),
-    Stage("fisher", (), _fisher_reads, _fisher, shared=True),
-    Stage("outliers", ("collect",), _outliers_reads, _outliers, shared=True),
-    Stage("codebooks", ("fisher", "outliers"), _codebooks_reads, _codebooks, shared=True),
-    Stage("export", ("codebooks", "outliers"), _export_reads, _export),
-    Stage("reference", (), _reference_reads, _reference, shared=True, derived=True),
+    Stage("collect", (), reads.collect, _collect, shared=True),
+    Stage("fisher", (), reads.fisher, _fisher, shared=True),
+    Stage("outliers", ("collect",), reads.outliers, _outliers, shared=True),
+    Stage("codebooks", ("fisher", "outliers"), reads.codebooks, _codebooks, shared=True),
+    Stage("export", ("codebooks", "outliers"), reads.export, _export),
+    Stage("reference", (), reads.reference, _reference, shared=True, derived=True),
     Stage("measure", ("export", "reference"), lambda settings: {}, _measure, derived=True),
-    Stage("evaluate", ("export",), _evaluate_reads, _evaluate, derived=True),
-    Stage("bench", ("export",), _bench_reads, _bench, derived=True),
-    Stage("report", ("evaluate",), _report_reads, _report, derived=True),
+    Stage("evaluate", ("export",), reads.evaluate, _evaluate, derived=True),
+    Stage("bench", ("export",), reads.bench, _bench, derived=True),
+    Stage("report", ("evaluate",), reads.report, _report, derived=True),
 )
 """In the order in which the stages run."""
 PEER_TABLE = (
-    Stage("reference", (), _reference_reads, _reference, shared=True, derived=True),
-    Stage("measure", ("reference",), _peer_reads, _measure_peer, derived=True),
+    Stage("reference", (), reads.reference, _reference, shared=True, derived=True),
+    Stage("measure", ("reference",), reads.peer, _measure_peer, derived=True),
 )

@@ -1,4 +1,4 @@
-"""Cross-field checks name every problem at once; paths become absolute relative to the launch."""
+"""Every key is known by its dotted name; paths become absolute relative to the launch."""
 
 import copy
 from pathlib import Path
@@ -7,8 +7,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from kvcalib import cli
-from kvcalib.errors import ConfigError
-from kvcalib.settings import STAGES, Levels, Rope, absolute_paths, check, known_keys, plain, problems
+from kvcalib.settings import STAGES, absolute_paths, known_keys, plain
 from kvcalib.stages import TABLE
 
 
@@ -26,79 +25,6 @@ def settings(default_settings):
 
 def test_stage_names_are_those_of_the_table():
     assert tuple(stage.name for stage in TABLE) == STAGES
-
-
-def test_default_has_no_problem(settings):
-    assert list(problems(settings)) == []
-
-
-def test_all_problems_are_reported_together(settings):
-    settings.quant.key.bits = 9
-    settings.quant.value.group = 24
-    settings.data.windows = 0
-    with pytest.raises(ConfigError) as caught:
-        check(settings)
-    text = str(caught.value)
-    assert "quant.key.bits=9 must be 1 to 8" in text
-    assert "quant.value.group=24 must divide 32" in text
-    assert "data.windows=0 must be at least 1" in text
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "sentence"),
-    [
-        ("name", "a/b", "becomes a folder"),
-        ("name", "..", "becomes a folder"),
-        ("threads", 0, "threads=0 must be at least 1"),
-        ("stage.run", ["calibrate"], "must list some of collect"),
-        ("stage.run", [], "must list some of collect"),
-        ("quant.window", -1, "quant.window=-1"),
-        ("quant.key.rope", Rope.none, "quant.key.rope=none must be one of: pre, post"),
-        ("quant.value.rope", Rope.pre, "quant.value.rope=pre must be one of: none"),
-        ("quant.key.outliers", 0.5, "quant.key.outliers=0.5 must be a share"),
-        ("quant.key.outliers", float("nan"), "quant.key.outliers=nan must be a share"),
-        ("quant.key.levels", Levels.none, "quant.key.bits=3 must be 16"),
-        ("quant.value.levels", Levels.fp8, "quant.value.levels=fp8 needs"),
-        ("data.length", 35, "must be at least quant.sink + 32 = 36"),
-        ("data.length", 10**6, "longer than model.context=8192"),
-        ("eval.needle_lengths", [9000], "eval.needle_lengths=9000 is longer"),
-        ("eval.needle_depths", [1.5], "must lie between 0 and 1"),
-        ("seed", -1, "seed=-1 must be 0 to 4294967295"),
-        ("seed", 2**32, "seed=4294967296 must be 0 to 4294967295"),
-        ("eval.prompt", " ", "eval.prompt=' ' is blank"),
-        ("eval.needle_lengths", [-5], "eval.needle_lengths=-5 must be at least 16"),
-        ("eval.length", 195, "eval.length=195 must be at least quant.sink + quant.window + 64 = 196"),
-        ("quant.window", 1000, "eval.length=1024 must be at least quant.sink + quant.window + 64 = 1068"),
-        ("data.name", "textfile", "needs data.path="),
-        ("bench.shapes", ["8/3/64"], "bench.shapes='8/3/64' must be model, or query heads"),
-        ("bench.shapes", ["32/8"], "bench.shapes='32/8' must be model"),
-        ("bench.shapes", ["8/8/33"], "the last is even"),
-        ("bench.lengths", [4096, 100], "bench.lengths=100 must be at least 164"),
-        ("bench.batches", [0], "bench.batches=0 must be at least 1"),
-        ("bench.batches", [], "bench.batches=[] leaves nothing to time"),
-        ("bench.contexts", [-1], "bench.contexts=-1 must be at least 1"),
-        ("bench.steps", 0, "bench.steps=0 must be at least 1"),
-        ("bench.calibration", -1, "bench.calibration=-1 must be at least 0"),
-    ],
-)
-def test_each_mistake_gives_a_sentence(settings, path, value, sentence):
-    *parents, last = path.split(".")
-    node = settings
-    for parent in parents:
-        node = getattr(node, parent)
-    setattr(node, last, value)
-    assert any(sentence in problem for problem in problems(settings))
-
-
-def test_short_windows_are_fine_where_nothing_is_quantised_or_measured(settings):
-    settings.eval.length = 64
-    assert list(problems(settings))
-    settings.stage.run = ["codebooks"]
-    assert list(problems(settings)) == []
-    settings.stage.run = ["evaluate"]
-    for tensor in (settings.quant.key, settings.quant.value):
-        tensor.levels, tensor.bits, tensor.outliers = Levels.none, 16, 0.0
-    assert list(problems(settings)) == []
 
 
 def test_known_keys_are_those_of_the_configuration():

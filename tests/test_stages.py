@@ -7,8 +7,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from kvcalib import cli
+from kvcalib.checks import check
 from kvcalib.planner import Planner
-from kvcalib.settings import Device, Levels, Range, check
+from kvcalib.settings import Device, Levels, Range
 from kvcalib.stages import TABLE, _shipped, _spec
 
 NAMES = [stage.name for stage in TABLE]

@@ -2,11 +2,10 @@
 
 import json
 import os
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import torch
+from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -21,13 +20,13 @@ from kvcalib.artifact.schema import (
     tensor_fields,
     validate,
 )
-from kvcalib.errors import ArtifactError
+from kvcalib.errors import ArtifactError, MissingInput
+from kvcalib.hub import obtain
 from kvcalib.quant.spec import CacheSpec, Tables
 
 FILE_NAME = "kvcalib.safetensors"
-TIMEOUT = 5.0
-"""Seconds to wait for the hub's first answer."""
-_DTYPES = {"levels": torch.bfloat16, "widths": torch.uint8, "feedback": torch.bfloat16, "order": torch.int16, "trellis": torch.bfloat16}
+_BF16 = dict.fromkeys(("levels", "feedback", "trellis"), torch.bfloat16)
+_DTYPES = {**_BF16, "widths": torch.uint8, "order": torch.int16}
 _METADATA_KEY = "kvcalib"
 _DICTS = ("spec", "model", "calibration", "settings", "summary")
 _HEADER = ("version", "layers", *_DICTS)
@@ -84,44 +83,20 @@ def locate(path: str | Path) -> Path:
         return local
     if str(path).count("/") != 1 or str(path).startswith((".", "/", "~")) or local.suffix:
         raise ArtifactError(f"no artifact at {local}; export one with `python -m kvcalib stage=export`")
-    return _download(str(path))
+    return _from_hub(str(path))
 
 
-def _download(hub_id: str) -> Path:
-    """The file from the hub's cache on this machine, or else from the hub, if that answers at once."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+def _from_hub(hub_id: str) -> Path:
+    def file(**kwargs) -> Path:
+        return Path(hf_hub_download(hub_id, FILE_NAME, **kwargs))
 
     try:
-        return Path(hf_hub_download(hub_id, FILE_NAME, local_files_only=True))
-    except LocalEntryNotFoundError:
-        reason = _why_unreachable()
-    except ValueError:
-        reason = "it is no hub id (owner/name)"
-    if reason is None:
-        try:
-            return Path(hf_hub_download(hub_id, FILE_NAME, etag_timeout=TIMEOUT))
-        except (HfHubHTTPError, OSError, ValueError) as error:
-            reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
-    raise ArtifactError(
-        f"no folder {hub_id} here, and the hub did not give {hub_id}/{FILE_NAME} ({reason});"
-        " pass the path of an artifact, or export one with `python -m kvcalib stage=export`"
-    )
-
-
-def _why_unreachable() -> str | None:
-    """None when the hub answers, else why not. Its own client tries for half a minute, with a warning each time."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
-    try:
-        urllib.request.urlopen(constants.ENDPOINT, timeout=TIMEOUT).close()
-    except urllib.error.HTTPError:
-        return None
-    except OSError as error:
-        return str(getattr(error, "reason", error))
-    return None
+        return obtain(hub_id, lambda: file(local_files_only=True), file)
+    except MissingInput as error:
+        raise ArtifactError(
+            f"no artifact {hub_id}: {error}; pass the path of {FILE_NAME}, or export one with"
+            " `python -m kvcalib stage=export`"
+        ) from error
 
 
 def _header(artifact: Artifact) -> dict:

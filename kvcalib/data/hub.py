@@ -1,21 +1,12 @@
-"""One column of text of a data set of the Hugging Face hub, with a quick no where it cannot be had.
-
-The cache on this machine is asked first, so that a data set downloaded once loads without a
-network. The hub's client retries a dead network for half a minute, hence the single request before
-a download.
-"""
+"""One column of text of a data set of the Hugging Face hub."""
 
 from __future__ import annotations
 
 import contextlib
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Iterator
 
 from kvcalib.errors import MissingInput
-
-TIMEOUT = 5.0
-"""Seconds to wait for the hub's first answer."""
+from kvcalib.hub import obtain
 
 
 def hub_column(name: str, *config: str, **kwargs) -> Iterable[str]:
@@ -25,17 +16,21 @@ def hub_column(name: str, *config: str, **kwargs) -> Iterable[str]:
     """
     from datasets import load_dataset
 
-    try:
-        with _cache_only():
-            return load_dataset(name, *config, **kwargs)["text"]
-    except (OSError, ValueError):
-        reason = _why_unreachable()
-    if reason:
-        raise _missing(name, f"it is not on this machine and the hub cannot be asked ({reason})")
-    try:
+    def download() -> Iterable[str]:
         return load_dataset(name, *config, **kwargs)["text"]
-    except (OSError, ValueError) as error:
-        raise _missing(name, f"the download failed ({str(error).splitlines()[0]})") from error
+
+    def cached() -> Iterable[str] | None:
+        with _cache_only(), contextlib.suppress(OSError, ValueError):
+            return download()
+        return None
+
+    try:
+        return obtain(f"datasets/{name}", cached, download)
+    except MissingInput as error:
+        raise MissingInput(
+            f"no text from {name}: {error}; pass files of it as data.path=FOLDER, or use data=pydoc, which is always"
+            " there"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -49,24 +44,3 @@ def _cache_only() -> Iterator[None]:
         yield
     finally:
         config.HF_HUB_OFFLINE = before
-
-
-def _why_unreachable() -> str | None:
-    """None when the hub answers, else why not."""
-    from datasets import config
-
-    if config.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
-    try:
-        urllib.request.urlopen(config.HF_ENDPOINT, timeout=TIMEOUT).close()
-    except urllib.error.HTTPError:
-        return None
-    except OSError as error:
-        return str(getattr(error, "reason", error))
-    return None
-
-
-def _missing(name: str, reason: str) -> MissingInput:
-    return MissingInput(
-        f"no text from {name}: {reason}; pass files of it as data.path=FOLDER, or use data=pydoc, which is always there"
-    )

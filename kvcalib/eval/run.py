@@ -36,6 +36,7 @@ _MEMORY = (
     "compression",
     "page_bits_key",
     "page_bits_value",
+    "compression_pages",
 )
 
 

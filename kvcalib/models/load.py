@@ -33,9 +33,10 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from kvcalib.errors import ConfigError, MissingInput, UnsupportedModel
+from kvcalib.hub import first_line
 from kvcalib.models.expanded import discard, expanded_folder, keep_expanded
 from kvcalib.models.gguf import installed_gguf
-from kvcalib.models.hub import first_line, hub_folder, missing_files
+from kvcalib.models.hub import hub_folder, missing_files
 from kvcalib.models.tiny import random_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -22,7 +22,8 @@ METRICS = (
     ("page_bits_value", "bits per value element within a page", "{:.3f}"),
     ("bytes_per_token", "cache bytes per token", "{:,.0f}"),
     ("bytes_per_token_fp16", "cache bytes per token, fp16", "{:,.0f}"),
-    ("compression", "times smaller than fp16", "{:.2f}"),
+    ("compression", "times smaller than fp16, exact tokens included", "{:.2f}"),
+    ("compression_pages", "times smaller than fp16, pages alone", "{:.2f}"),
     ("outlier_rate_key", "outliers among keys", "{:.2%}"),
     ("outlier_rate_value", "outliers among values", "{:.2%}"),
     ("needle_fp", "needle found, full precision", "{:.0%}"),
@@ -31,7 +32,7 @@ METRICS = (
     ("window", "tokens per window", "{:,.0f}"),
 )
 PREDICTIONS = ("ppl_fp", "ppl_simulated", "ppl_cache", "kl_cache", "top1_agreement")
-SIZES = ("bytes_per_token", "bytes_per_token_fp16", "compression")
+SIZES = ("bytes_per_token", "bytes_per_token_fp16")
 NEEDLES = ("needle_fp", "needle_cache")
 COMPARED = ("ppl_fp", "ppl_cache", "kl_cache", "page_bits_key", "page_bits_value", "compression", "needle_cache")
 """Columns of the table that ends a sweep."""
@@ -57,7 +58,8 @@ def overview(metrics: dict, stages: dict[str, tuple[str, str]], exact: str = "")
 
     stages: name -> (folder of the outputs, time or reason). exact: which tokens are not quantised, in words.
     """
-    rows = [*metric_rows(metrics, PREDICTIONS), *bit_rows(metrics, exact), *metric_rows(metrics, (*SIZES, *NEEDLES))]
+    rows = [*metric_rows(metrics, PREDICTIONS), *bit_rows(metrics, exact), *metric_rows(metrics, SIZES)]
+    rows += [*ratio_rows(metrics), *metric_rows(metrics, NEEDLES)]
     blocks = [aligned(rows), sample_text(metrics.get("sample"))]
     shipped = [(SHIPPED[s][0], f"{stages[s][0]}/{SHIPPED[s][1]}") for s in SHIPPED if s in stages]
     blocks.append(aligned(shipped))
@@ -72,6 +74,19 @@ def bit_rows(metrics: dict, exact: str) -> list[tuple[str, str]]:
     if exact and metrics.get("window") and rows[-1][1]:
         rows.append(("", f"at {metrics['window']} tokens; {exact}"))
     return [row for row in rows if row[1]]
+
+
+def ratio_rows(metrics: dict) -> list[tuple[str, str]]:
+    """How much smaller the whole cache of a window is, and what that tends to in a longer context."""
+    here, pages, window = (metrics.get(key) for key in ("compression", "compression_pages", "window"))
+    if here is None:
+        return []
+    said = f"{_times(here)} at {window} tokens" if window else _times(here)
+    return [("against fp16", f"{said}; pages alone {_times(pages)}" if pages else said)]
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f} times smaller" if ratio >= 1 else f"{1 / ratio:.2f} times larger"
 
 
 def _sides(metrics: dict, stem: str) -> str:

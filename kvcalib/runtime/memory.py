@@ -32,6 +32,7 @@ def memory_report(layers: list) -> dict:
         "saved_bytes": fp16 - cached,
         "page_bits_key": _page_bits(stores, "key"),
         "page_bits_value": _page_bits(stores, "value"),
+        "compression_pages": _page_compression(stores),
     }
 
 
@@ -56,6 +57,13 @@ def _page_bits(stores, name: str) -> float:
     layouts = [store.layout for store in stores]
     used = sum(layout.tensor_bytes(name) + layout.common_bytes / 2 for layout in layouts)
     return 8 * used / sum(PAGE * layout.heads * getattr(layout, f"{name}_dim") for layout in layouts)
+
+
+def _page_compression(stores) -> float:
+    """Times smaller than fp16 inside pages: what `compression` tends to when the context grows."""
+    layouts = [store.layout for store in stores]
+    fp16 = sum(2 * PAGE * layout.heads * (layout.key_dim + layout.value_dim) for layout in layouts)
+    return fp16 / sum(layout.nbytes for layout in layouts)
 
 
 def _bytes(tensor) -> int:

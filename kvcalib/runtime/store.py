@@ -15,26 +15,17 @@ sliding window forget pages that no later query can see.
 Nothing here knows transformers.
 """
 
-from functools import lru_cache
-
 import torch
 
-from kvcalib.errors import ConfigError, UnsupportedModel
-from kvcalib.kernels import dispatch
+from kvcalib.errors import ConfigError
 from kvcalib.kernels.packed import Packed
 from kvcalib.quant.codec import dequantise
 from kvcalib.quant.page import PageLayout, read_page
 from kvcalib.quant.rope import Rope, to_post_rope
 from kvcalib.quant.spec import PAGE, CacheSpec, Tables
-from kvcalib.runtime import rollback
+from kvcalib.runtime import departure, reading, rollback
 from kvcalib.runtime.frequencies import Frequencies
-
-_ROLLBACK = 64
-"""Tokens that a sliding-window layer keeps beyond its window, so that a crop can take a few tokens back."""
-
-
-_AT_ONCE = 16
-"""Pages that are encoded together."""
+from kvcalib.runtime.growth import with_capacity
 
 
 class LayerStore:
@@ -123,7 +114,7 @@ class LayerStore:
             return
         if self._real.shape[1] < self.length + tokens:
             capacity = self.length + tokens + max(PAGE, self.length // 8)
-            self._real = _with_capacity(self._real, capacity, 1, self.length)
+            self._real = with_capacity(self._real, capacity, 1, self.length)
         self._real[:, self.length : self.length + tokens] = True
 
     def next_positions(self, batch: int, tokens: int) -> torch.Tensor:
@@ -186,10 +177,10 @@ class LayerStore:
         """Grows the recent buffer in steps that keep appending amortised O(1)."""
         if columns > self.recent_key.shape[2]:
             capacity = columns if self.recent_length == 0 else columns + max(PAGE, columns // 4)
-            self.recent_key = _with_capacity(self.recent_key, capacity, 2, self.recent_length)
-            self.recent_value = _with_capacity(self.recent_value, capacity, 2, self.recent_length)
+            self.recent_key = with_capacity(self.recent_key, capacity, 2, self.recent_length)
+            self.recent_value = with_capacity(self.recent_value, capacity, 2, self.recent_length)
 
-    # --- departure to pages ------------------------------------------------------------------------------------
+    # --- departure to pages: departure.py ----------------------------------------------------------------------
 
     @property
     def may_flush(self) -> bool:
@@ -198,98 +189,8 @@ class LayerStore:
 
     def flush(self) -> None:
         """Moves every complete page that lies before the window out of the recent buffer."""
-        if not self.may_flush:
-            return
-        moved = [self._flush_row(row) for row in range(self.batch)]
-        if any(moved):
-            self._compact()
-
-    def _flush_row(self, row: int) -> bool:
-        columns = self.waiting[row].nonzero()[:, 0]
-        sink = self.spec.sink - self.sink_counts[row]
-        sizes = _page_sizes(self.positions[row, columns[sink:]], columns.numel() - sink - self.spec.window)
-        if not sizes:
-            return False
-        if sink:
-            self._move_sink(row, columns[:sink])
-        self._write_pages(row, columns[sink : sink + sum(sizes)], sizes)
-        self.waiting[row, columns[: sink + sum(sizes)]] = False
-        if self.sliding_window is not None:
-            self._forget(row)
-        return True
-
-    def _move_sink(self, row: int, columns: torch.Tensor) -> None:
-        if self.sink_key.shape[2] == 0:
-            shape = (*self.recent_key.shape[:2], self.spec.sink)
-            self.sink_key = self.recent_key.new_zeros(*shape, self.layout.key_dim)
-            self.sink_value = self.recent_value.new_zeros(*shape, self.layout.value_dim)
-            self.sink_positions = self.positions.new_zeros(self.batch, self.spec.sink)
-        self.sink_key[row] = self.recent_key[row][:, columns]
-        self.sink_value[row] = self.recent_value[row][:, columns]
-        self.sink_positions[row] = self.positions[row, columns]
-        self.sink_counts[row] = self.spec.sink
-
-    def _encode(self, row: int, columns: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-        """Columns of one row, cut into pages of `sizes` tokens -> uint8 [pages, nbytes]."""
-        counts = torch.tensor(sizes, device=columns.device)
-        starts = counts.cumsum(0) - counts
-        index = starts[:, None] + torch.arange(PAGE, device=columns.device).clamp_max(counts[:, None] - 1)
-        columns = columns[index.flatten()]  # a short page is filled with copies of its last token
-        positions = self.positions[row, columns]
-        key, value = self.recent_key[row], self.recent_value[row]
-        for tensor in (key, value):
-            self._check_finite(tensor.index_select(1, columns), row, positions)
-        if self.spec.key.rope == "pre":
-            self.frequencies.check(positions)
-        tables = self.layout, self.key_tables, self.value_tables, self.rope
-        return dispatch.pack(key, value, columns, positions, counts, *tables)
-
-    @staticmethod
-    def _check_finite(tensor: torch.Tensor, row: int, positions: torch.Tensor) -> None:
-        if not tensor.isfinite().all():
-            raise UnsupportedModel(
-                f"the model gave keys or values that are NaN or infinite (positions {int(positions[0])} to "
-                f"{int(positions[-1])} of row {row}), in {tensor.dtype}; load it in bfloat16 or float32"
-            )
-
-    def _write_pages(self, row: int, columns: torch.Tensor, sizes: list[int]) -> None:
-        """Encodes a few pages at a time, so that a long prompt needs no more memory than its pages."""
-        wanted = self.page_counts[row] + len(sizes)
-        if wanted > self.pages.shape[1]:
-            capacity = max(wanted, self.pages.shape[1] + self.pages.shape[1] // 8)
-            self.pages = _with_capacity(self.pages, capacity, 1, max(self.page_counts))
-        for first in range(0, len(sizes), _AT_ONCE):
-            portion, start = sizes[first : first + _AT_ONCE], self.page_counts[row]
-            tokens = sum(portion)
-            self.pages[row, start : start + len(portion)] = self._encode(row, columns[:tokens], portion)
-            self.page_counts[row] = start + len(portion)
-            columns = columns[tokens:]
-
-    def _forget(self, row: int) -> None:
-        """Drops the pages of a row that lie behind its sliding window, a few at a time."""
-        pages = self.pages[row, : self.page_counts[row]]
-        tokens = self.layout.read(pages, "tokens")[:, 0].long()
-        last = self.layout.read(pages, "first_position")[:, 0].long() + tokens - 1
-        seen = last > int(self.positions[row, -1]) - self.sliding_window - _ROLLBACK
-        gone = int(seen.int().argmax()) if seen.any() else 0
-        if gone >= 2:
-            self.forgotten[row] += int(tokens[:gone].sum())
-            self.pages[row, : len(pages) - gone] = pages[gone:].clone()
-            self.page_counts[row] -= gone
-
-    def _compact(self) -> None:
-        """Forgets the leading columns that no row waits for, and memory that only a long prompt needed."""
-        needed = self.waiting.any(0).nonzero()
-        first = int(needed[0]) if needed.numel() else self.recent_length
-        kept = self.recent_length - first
-        capacity = max(kept, self.spec.window + PAGE)  # steady state of decoding: full again at the next flush
-        self.recent_key = _with_capacity(self.recent_key[:, :, first:], capacity, 2, kept)
-        self.recent_value = _with_capacity(self.recent_value[:, :, first:], capacity, 2, kept)
-        self.waiting = self.waiting[:, first:].clone()
-        self.positions = self.positions[:, first:].clone()
-        used = max(self.page_counts)
-        if self.sliding_window is not None and self.pages.shape[1] > 2 * used:
-            self.pages = _with_capacity(self.pages, used, 1, used)
+        if self.may_flush:
+            departure.flush(self)
 
     # --- reading -----------------------------------------------------------------------------------------------
 
@@ -298,52 +199,8 @@ class LayerStore:
         return self.recent_key[:, :, : self.recent_length], self.recent_value[:, :, : self.recent_length]
 
     def packed(self, allowed: torch.Tensor | None, tokens: int) -> Packed:
-        """allowed bool [B, T, length]: may query t see column j; None: the past and itself. tokens = T."""
-        key, value = self.recent()
-        device = key.device
-        if allowed is None and tokens == 1:
-            visible = None  # a single query comes after everything that is there
-        elif allowed is None:
-            ahead = torch.arange(self.recent_length, device=device) - (self.recent_length - tokens)
-            visible = (ahead <= torch.arange(tokens, device=device)[:, None]).expand(self.batch, -1, -1)
-        else:
-            visible = allowed[..., self.length - self.recent_length :]
-        counts = _count_tensors(tuple(self.page_counts), tuple(self.sink_counts), device)
-        return Packed(
-            pages=self.pages,
-            page_counts=counts[0],
-            sink_key=self.sink_key,
-            sink_value=self.sink_value,
-            sink_counts=counts[1],
-            recent_key=key,
-            recent_value=value,
-            recent_visible=self.waiting[:, None, :] if visible is None else visible & self.waiting[:, None, :],
-            moved_visible=None if allowed is None else self._moved_visible(allowed),
-            layout=self.layout,
-            key_tables=self.key_tables,
-            value_tables=self.value_tables,
-            rope=self.rope,
-        )
-
-    def _moved_visible(self, allowed: torch.Tensor) -> torch.Tensor:
-        """What the mask says of every sink slot and page slot: bool [B, T, S + 32 * pages]."""
-        slots = self.sink_key.shape[2] + PAGE * max(self.page_counts)
-        visible = allowed.new_zeros(self.batch, allowed.shape[1], slots)
-        for row in range(self.batch):
-            taken, columns = self._moved_slots(row)
-            visible[row][:, taken] = allowed[row][:, columns]
-        return visible
-
-    def _moved_slots(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots that a row uses in sink and pages, and the columns that their tokens came from."""
-        device = self.positions.device
-        columns = self.real_columns(row)
-        sink = torch.arange(self.sink_counts[row], device=device)
-        tokens = self.layout.read(self.pages[row, : self.page_counts[row]], "tokens")
-        used = (torch.arange(PAGE, device=device) < tokens).flatten().nonzero()[:, 0]
-        first = self.sink_counts[row] + self.forgotten[row]
-        taken = torch.cat([sink, self.sink_key.shape[2] + used])
-        return taken, torch.cat([columns[: len(sink)], columns[first : first + len(used)]])
+        """What attention reads: see reading.py."""
+        return reading.packed(self, allowed, tokens)
 
     # --- going back, and rows ----------------------------------------------------------------------------------
 
@@ -380,39 +237,3 @@ class LayerStore:
         for name in self.tensors():
             setattr(self, name, None)
         self.layout, self.length = None, 0
-
-
-@lru_cache(maxsize=64)
-def _count_tensors(*counts_and_device) -> tuple[torch.Tensor, ...]:
-    """Counts that change once in 32 tokens, the same in every layer, as tensors that nobody writes to."""
-    *counts, device = counts_and_device
-    return tuple(torch.tensor(count, device=device) for count in counts)
-
-
-def _page_sizes(positions: torch.Tensor, ready: int) -> list[int]:
-    """Tokens per page for the first `ready` of the waiting positions: 32, or what is left before a gap."""
-    if ready <= 0:
-        return []
-    gaps = ((positions.diff() != 1).nonzero()[:, 0] + 1).tolist()
-    sizes, start = [], 0
-    for end in [*gaps, None]:
-        run = PAGE if end is None else end - start
-        while run >= PAGE and ready - start >= PAGE:
-            sizes.append(PAGE)
-            start += PAGE
-            run = PAGE if end is None else end - start
-        if end is None or run > ready - start:
-            break
-        if run:
-            sizes.append(run)
-            start += run
-    return sizes
-
-
-def _with_capacity(tensor: torch.Tensor, capacity: int, dim: int, used: int) -> torch.Tensor:
-    """Copy of `tensor` with room for `capacity` along dim; only the first `used` entries are defined."""
-    shape = list(tensor.shape)
-    shape[dim] = capacity
-    grown = tensor.new_empty(shape)
-    grown.narrow(dim, 0, used).copy_(tensor.narrow(dim, 0, used))
-    return grown

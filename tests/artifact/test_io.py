@@ -219,11 +219,11 @@ def no_hub(monkeypatch, tmp_path):
 
 def test_a_hub_id_offline_is_a_sentence_at_once(no_hub, monkeypatch, capfd, caplog):
     begun = time.monotonic()
-    with pytest.raises(ArtifactError, match=r"no folder nobody/nothing here, .*refused.*stage=export") as caught:
+    with pytest.raises(ArtifactError, match=r"no artifact nobody/nothing: .*refused.*stage=export") as caught:
         load_artifact("nobody/nothing")
     assert time.monotonic() - begun < 3
     assert "\n" not in str(caught.value)
-    with pytest.raises(ArtifactError, match="no hub id"):
+    with pytest.raises(ArtifactError, match="nor a hub id"):
         load_artifact("no body/no thing")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ArtifactError, match="HF_HUB_OFFLINE is set"):
@@ -241,13 +241,13 @@ def test_an_artifact_in_the_hub_cache_needs_no_network(no_hub, artifact):
 
 
 def test_what_the_hub_refuses_is_a_sentence(no_hub, monkeypatch):
-    monkeypatch.setattr("kvcalib.artifact.io._why_unreachable", lambda: None)
+    monkeypatch.setattr("kvcalib.hub.why_unreachable", lambda: None)
 
     def refuse(name, file, *, local_files_only=False, **kwargs):
         from huggingface_hub.errors import LocalEntryNotFoundError
 
         raise LocalEntryNotFoundError("not cached") if local_files_only else OSError("reset\nand more")
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
-    with pytest.raises(ArtifactError, match=r"nobody/nothing/kvcalib.safetensors \(reset\)"):
+    monkeypatch.setattr("kvcalib.artifact.io.hf_hub_download", refuse)
+    with pytest.raises(ArtifactError, match=r"nobody/nothing: the download failed \(reset\)"):
         load_artifact("nobody/nothing")

@@ -13,7 +13,7 @@ from tests.models.zoo import tiny
 KEYS = {
     *("ppl_fp", "ppl_simulated", "ppl_cache", "kl_cache", "top1_agreement", "tokens", "window"),
     *("bits_per_element_key", "bits_per_element_value", "bytes_per_token", "bytes_per_token_fp16"),
-    *("compression", "outlier_rate_key", "outlier_rate_value", "needle_fp", "needle_cache"),
+    *("compression", "compression_pages", "outlier_rate_key", "outlier_rate_value", "needle_fp", "needle_cache"),
 }
 SETTINGS = {
     "chunk": 32,

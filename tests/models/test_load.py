@@ -195,11 +195,11 @@ def test_what_the_hub_refuses_says_what_to_do(monkeypatch):
         raise answer
 
     monkeypatch.setattr(hub, "snapshot_download", snapshot)
-    monkeypatch.setattr(hub, "_why_unreachable", lambda: None)
+    monkeypatch.setattr("kvcalib.hub.why_unreachable", lambda: None)
     for kind, words in [
         (GatedRepoError, "accept its licence on https://huggingface.co/owner/name"),
-        (RepositoryNotFoundError, "no such public model"),
-        (RevisionNotFoundError, "model.revision=v9: owner/name has no such revision"),
+        (RepositoryNotFoundError, "no such public repository"),
+        (RevisionNotFoundError, "owner/name (model.revision=v9): it has no such revision"),
     ]:
         answer = kind("denied", response=Response())
         assert words in refused("owner/name", revision="v9")

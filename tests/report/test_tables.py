@@ -44,6 +44,14 @@ def test_overview_says_why_true_bits_are_more_than_those_of_pages():
     assert lines[true + 1].strip() == "at 1024 tokens; the last 128 tokens are exact in float32"
 
 
+def test_overview_does_not_call_a_larger_cache_smaller():
+    sizes = {"compression": 0.5, "compression_pages": 5.0, "window": 256}
+    assert "0.5 times larger" not in (text := tables.overview(sizes, STAGES))
+    assert "2.00 times larger at 256 tokens; pages alone 5.00 times smaller" in text
+    assert "2.94 times smaller at 256 tokens;" in tables.overview(sizes | {"compression": 2.94}, STAGES)
+    assert "against fp16" not in tables.overview({"window": 256}, STAGES)
+
+
 def test_a_comparison_has_a_line_per_run_and_gaps():
     text = tables.comparison([("a", {"ppl_cache": 10.0}), ("long-name", {"kl_cache": 0.5})])
     assert text.splitlines() == [

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvcalib.kernels import dispatch
 from kvcalib.quant.spec import PAGE
-from kvcalib.runtime import store as store_module
 from kvcalib.runtime.cache import CalibratedCache
 from tests.helpers import cache_spec, make_artifact
 from tests.models.zoo import tiny
@@ -159,10 +159,8 @@ def test_a_token_costs_the_same_whatever_is_cached(model, artifact, pads):
 
 
 def test_every_token_is_quantised_once(model, artifact, ids, monkeypatch):
-    seen, pack = [], store_module.dispatch.pack
-    monkeypatch.setattr(
-        store_module.dispatch, "pack", lambda *args, **named: seen.append(args[2].numel()) or pack(*args, **named)
-    )
+    seen, pack = [], dispatch.pack
+    monkeypatch.setattr(dispatch, "pack", lambda *args, **named: seen.append(args[2].numel()) or pack(*args, **named))
     cache = CalibratedCache(artifact, model)
     for part in ids[:1].split([100, 1, 1, 30, 1, 67], dim=1):
         forward(model, part, cache)

@@ -168,6 +168,7 @@ def test_the_report_says_when_nothing_is_saved(model, ids):
     report = filled(quick_artifact(model, ids), model, ids[:, :16]).memory_report()
     assert report["saved_bytes"] < 0
     assert report["compression"] < 1
+    assert report["compression_pages"] == pytest.approx(32 / (report["page_bits_key"] + report["page_bits_value"]))
     for name in ("key_pages_bytes", "value_exact_bytes", "tables_bytes", "bits_per_element_key", "bytes_per_token"):
         assert name in report
 
