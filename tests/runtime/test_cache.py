@@ -205,8 +205,10 @@ def test_assisted_decoding_runs_and_is_exact_in_the_window(model, ids, window):
         "assistant_model": draft,
         "pad_token_id": 0,
     }
-    out = model.generate(ids[:1, :30], cache=CalibratedCache(artifact, model), **options)
+    cache = CalibratedCache(artifact, model)
+    out = model.generate(ids[:1, :30], cache=cache, **options)
     assert out.shape == (1, 54)
+    assert draft.config._attn_implementation == "sdpa"  # its cache is one of its own
     if window:
         assert torch.equal(out, model.generate(ids[:1, :30], **options))
 
