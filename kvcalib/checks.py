@@ -27,6 +27,7 @@ from kvcalib.settings import (
 )
 
 MAX_OUTLIERS = 0.025
+TRELLIS_BITS = 6
 SHORTEST_NEEDLE = 16
 TIMED_EXACT = 132
 """Sink and window of the formats that `bench.formats` names."""
@@ -96,13 +97,18 @@ def _tensor_problems(key: str, tensor: TensorSettings) -> Iterator[str]:
         yield f"{key}.rotation={tensor.rotation.value} needs quantised values with {key}.range=token or norm"
     if tensor.range is Range.norm and tensor.levels not in (Levels.nuq, Levels.nf, Levels.mixed):
         yield f"{key}.range=norm needs {key}.levels=nuq, nf or mixed"
-    if tensor.rounding is Rounding.feedback and tensor.levels is Levels.none:
+    rounding = tensor.rounding
+    if rounding is Rounding.feedback and tensor.levels is Levels.none:
         yield f"{key}.rounding=feedback needs quantised levels, not {key}.levels=none"
-    if tensor.rounding is Rounding.feedback and not tensor.fisher:
-        yield f"{key}.rounding=feedback needs {key}.fisher=true (it is made of gradients)"
+    if rounding is Rounding.trellis and (tensor.levels is not Levels.mixed or tensor.books is not Books.layer):
+        yield f"{key}.rounding=trellis needs {key}.levels=mixed and {key}.books=layer"
+    if rounding is Rounding.trellis and tensor.bits > TRELLIS_BITS:
+        yield f"{key}.rounding=trellis needs {key}.bits of at most {TRELLIS_BITS}, not {tensor.bits}"
+    if rounding is not Rounding.nearest and not tensor.fisher:
+        yield f"{key}.rounding={rounding.value} needs {key}.fisher=true (it is made of gradients)"
     if tensor.rank is Rank.threshold and tensor.range is not Range.static:
         yield f"{key}.rank=threshold needs {key}.range=static (the thresholds are the calibrated range)"
-    if tensor.rank is Rank.threshold and tensor.rounding is Rounding.feedback:
+    if tensor.rank is Rank.threshold and rounding is not Rounding.nearest:
         yield f"{key}.rank=threshold needs {key}.rounding=nearest (feedback takes every stored outlier for exact)"
     if tensor.rank is Rank.tails and (tensor.range is not Range.token or tensor.scope is not Scope.layer):
         yield f"{key}.rank=tails needs {key}.range=token and {key}.scope=layer"

@@ -25,7 +25,8 @@ from kvcalib.hub import obtain
 from kvcalib.quant.spec import CacheSpec, Tables
 
 FILE_NAME = "kvcalib.safetensors"
-_DTYPES = {"levels": torch.bfloat16, "widths": torch.uint8, "feedback": torch.bfloat16, "order": torch.int16}
+_BF16 = dict.fromkeys(("levels", "feedback", "trellis"), torch.bfloat16)
+_DTYPES = {**_BF16, "widths": torch.uint8, "order": torch.int16}
 _METADATA_KEY = "kvcalib"
 _DICTS = ("spec", "model", "calibration", "settings", "summary")
 _HEADER = ("version", "layers", *_DICTS)

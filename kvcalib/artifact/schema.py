@@ -7,8 +7,9 @@ One safetensors file.
               layers.{i}.{key|value}.levels   bf16 [1, H or H * D, L]  rows strictly increasing
               layers.{i}.{key|value}.weight   fp32 [H, D]      only where outliers rank by error
               layers.{i}.{key|value}.widths   uint8 [H, D]     only for levels="mixed": equal inside pairs and tiles
-              layers.{i}.{key|value}.feedback bf16 [H, D, D]  for rounding="feedback": zero on and above the diagonal
+              layers.{i}.{key|value}.feedback bf16 [H, D, D]  where rounding feeds back: zero on and above the diagonal
               layers.{i}.{key|value}.order    int16 [H, D]     with feedback: rows are permutations of the channels
+              layers.{i}.{key|value}.trellis  bf16 [L]         for rounding="trellis": levels by window, see quant/trellis.py
     metadata  format = "pt"
               kvcalib = JSON {version, spec, layers, model, calibration, settings, summary}
 
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvcalib.errors import ArtifactError
+from kvcalib.quant import trellis
 from kvcalib.quant.codebook import table_of, table_offset
 from kvcalib.quant.page import TILE
 from kvcalib.quant.spec import PAGE, CacheSpec, Tables, TensorSpec
@@ -38,7 +40,7 @@ CHOICES = {
     "scope": ("layer", "head", "channels"),
     "rank": ("error", "range", "threshold", "tails"),
     "rotation": ("none", "hadamard"),
-    "rounding": ("nearest", "feedback"),
+    "rounding": ("nearest", "feedback", "trellis"),
     "books": ("layer", "head", "channel"),
 }
 ROPE = {"key": ("pre", "post", "none"), "value": ("none",)}
@@ -50,7 +52,9 @@ def tensor_fields(spec: TensorSpec) -> tuple[str, ...]:
     fields = ["zero", "scale", "levels"]
     fields += ["weight"] if spec.ranks_by_error else []
     fields += ["widths"] if spec.levels == "mixed" else []
-    return (*fields, "feedback", "order") if spec.rounding == "feedback" else tuple(fields)
+    fields += ["feedback", "order"] if spec.feeds_back else []
+    fields += ["trellis"] if spec.rounding == "trellis" else []
+    return tuple(fields)
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,8 @@ def _combination_problems(name: str, spec: TensorSpec) -> list[str]:
         found.append(f"range=norm needs levels nuq, nf or mixed, not {spec.levels}")
     if spec.rounding == "feedback" and not spec.quantised:
         found.append("rounding=feedback needs quantised levels, not levels=none")
+    if spec.rounding == "trellis" and (spec.levels != "mixed" or spec.books != "layer" or spec.bits > trellis.WIDEST):
+        found.append(f"rounding=trellis needs levels=mixed, books=layer and at most {trellis.WIDEST} bits")
     if name == "key" and spec.rotation != "none":
         found.append(f"rotation={spec.rotation} must be none (rotary embedding does not commute with it)")
     return found
@@ -155,8 +161,10 @@ def _problems(name: str, spec: TensorSpec, tables: Tables) -> list[str]:
         found += _level_problems(spec, tables)
     if spec.ranks_by_error and not _is_weight(tables):
         found.append("outliers rank by error, but weight is missing, not [heads, dim], negative or not finite")
-    if spec.rounding == "feedback":
+    if spec.feeds_back:
         found += _feedback_problems(tables)
+    if spec.rounding == "trellis":
+        found += _trellis_problems(spec, tables)
     return found
 
 
@@ -170,6 +178,13 @@ def _feedback_problems(tables: Tables) -> list[str]:
     if order is None or order.shape != (heads, dim) or not (order.sort(-1).values == torch.arange(dim)).all():
         return [f"order is missing or its rows are not permutations of the {dim} channels"]
     return []
+
+
+def _trellis_problems(spec: TensorSpec, tables: Tables) -> list[str]:
+    table, entries = tables.trellis, trellis.table_offset(spec.bits + 1)
+    if table is None or table.shape != (entries,) or not table.isfinite().all():
+        return [f"trellis is missing, not finite or not [{entries}]"]
+    return [] if torch.equal(table, table.bfloat16().float()) else ["trellis is not exact in bf16"]
 
 
 def _is_weight(tables: Tables) -> bool:

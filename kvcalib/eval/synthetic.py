@@ -67,12 +67,12 @@ def _tables(model: Tables, spec: TensorSpec, shape: Shape, *, own: bool, unit: i
         levels = levels[torch.arange(spec.book_count(*size)) % levels.shape[0]]
     weight = None if model.weight is None else _resized(model.weight, size)
     widths = None if model.widths is None else _widths(model.widths, size, unit)
-    return _with_feedback(Tables(zero, scale, levels, weight, widths), spec)
+    return _with_feedback(Tables(zero, scale, levels, weight, widths, trellis=model.trellis), spec)
 
 
 def _with_feedback(tables: Tables, spec: TensorSpec) -> Tables:
     """A matrix of zeros: feedback decides which codes are written, not how long they take to write or to read."""
-    if spec.rounding != "feedback":
+    if not spec.feeds_back:
         return tables
     heads, dim = tables.zero.shape
     order = torch.arange(dim, dtype=torch.int16).expand(heads, -1).contiguous()

@@ -3,7 +3,8 @@
     u = (rotated x - zero) / scale        outliers by rank        step, base fp16
     c = nearest level of (u - base) / step                        correction = u - u' at the outliers, fp16
 
-With rounding="feedback", u in the second line is what `quant.feedback` wants in its place.
+With rounding="feedback" or "trellis", u in the second line is what `quant.feedback` wants in its place; with
+"trellis" c is a path, see `quant.trellis`.
 
 Outliers that rank by error need the dense codes first, so their range keeps them in (static, norm); outliers that
 rank by range are chosen first and left out of min and max.
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvcalib.quant import codebook, feedback, ranges, sparse
+from kvcalib.quant import codebook, feedback, ranges, sparse, trellis
 from kvcalib.quant.rotation import rotate, unrotate
 from kvcalib.quant.spec import PAGE, Tables, TensorSpec
 
@@ -86,7 +87,7 @@ def wanted(coded: Coded, spec: TensorSpec, tables: Tables) -> tuple[torch.Tensor
     u = coded.codes
     inlier = None if coded.positions is None else sparse.inlier_mask(coded.positions, *u.shape[-2:])
     base = 0.0 if coded.base is None else ranges.expand(coded.base, spec, u.shape[-1])
-    return feedback.encode(u, ranges.factor(coded.step, spec, u.shape[-1]), base, inlier, tables)
+    return feedback.encode(u, ranges.factor(coded.step, spec, u.shape[-1]), base, inlier, tables, spec.span)
 
 
 def dequantise(coded: Coded, spec: TensorSpec, tables: Tables) -> torch.Tensor:
@@ -125,5 +126,9 @@ def to_range(u: torch.Tensor, coded: Coded, spec: TensorSpec) -> torch.Tensor:
 
 def _dequantise_dense(coded: Coded, spec: TensorSpec, tables: Tables) -> torch.Tensor:
     dim = coded.codes.shape[-1]
-    u = codebook.decode(coded.codes, tables) * ranges.factor(coded.step, spec, dim)
+    if spec.span is None:
+        levels = codebook.decode(coded.codes, tables)
+    else:
+        levels = trellis.decode(coded.codes, tables, spec.span)
+    u = levels * ranges.factor(coded.step, spec, dim)
     return u if coded.base is None else u + ranges.expand(coded.base, spec, dim)

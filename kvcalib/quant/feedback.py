@@ -10,6 +10,9 @@ so that channel j, once the errors before it are known, is best rounded to the l
 
     wanted_j = u_j - sum_{i<j} U_ij e_i
 
+With a trellis (see `trellis`) the levels of a channel are not the nearest ones but those of the best path through the
+tokens; an outlier has no weight in it.
+
 An outlier takes what it wants exactly: its correction also absorbs the errors before it. Codes, levels and pages stay
 what they are, so it takes no bits and costs nothing to read. (QuIP's LDLQ, arXiv 2307.13304, rounds weights this way
 against the covariance of their inputs; here it rounds keys and values as they arrive, against Fisher information.)
@@ -17,6 +20,7 @@ against the covariance of their inputs; here it rounds keys and values as they a
 
 import torch
 
+from kvcalib.quant import trellis
 from kvcalib.quant.codebook import table_offset
 from kvcalib.quant.spec import Tables
 
@@ -27,23 +31,48 @@ def encode(
     base: torch.Tensor | float,
     inlier: torch.Tensor | None,
     tables: Tables,
+    span: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """u, inlier [..., H, D]; step, base broadcast to u -> codes uint8, wanted fp32 [..., H, D]."""
+    """u, inlier [..., P, H, D]; step, base broadcast to u -> codes uint8, wanted fp32 [..., P, H, D].
+
+    span: tokens that a trellis connects (see `trellis`); None for levels that stand alone.
+    """
     order = tables.order.long()
     x, steps, bases = (_by_channel(torch.as_tensor(t).to(u).expand_as(u), order) for t in (u, step, base))
     divisors = torch.where(steps == 0, 1.0, steps)
     exact = None if inlier is None else _by_channel(~inlier, order)
-    levels, edges = _levels_by_channel(tables, order)
+    if span is None:
+        levels, edges = _levels_by_channel(tables, order)
+    else:
+        widths = tables.widths.gather(1, order)
     codes, wanted, error = torch.empty_like(x, dtype=torch.int64), torch.empty_like(x), torch.empty_like(x)
     for j in range(x.shape[1]):
         made_up = (tables.feedback[:, j, None, :j] @ error[:, :j])[:, 0]
         wanted[:, j] = x[:, j] - made_up
         v = (wanted[:, j] - bases[:, j]) / divisors[:, j]
-        codes[:, j] = torch.searchsorted(edges[j], v)
-        coded = levels[j].gather(-1, codes[:, j]) * steps[:, j] + bases[:, j]
+        if span is None:
+            codes[:, j] = torch.searchsorted(edges[j], v)
+            level = levels[j].gather(-1, codes[:, j])
+        else:
+            weight = steps[:, j].square() if exact is None else torch.where(exact[:, j], 0.0, steps[:, j].square())
+            codes[:, j], level = _along_tokens(v, weight, widths[:, j], tables.trellis, span)
+        coded = level * steps[:, j] + bases[:, j]
         error[:, j] = (coded if exact is None else torch.where(exact[:, j], wanted[:, j], coded)) - x[:, j]
     back = order.argsort(-1)
     return _by_element(codes, back, u.shape).to(torch.uint8), _by_element(wanted, back, u.shape)
+
+
+def _along_tokens(
+    v: torch.Tensor, weight: torch.Tensor, widths: torch.Tensor, table: torch.Tensor, span: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One channel of every head, v and weight [H, elements], widths [H] -> codes int64, levels [H, elements]."""
+    codes, levels = torch.empty_like(v, dtype=torch.int64), torch.empty_like(v)
+    for width in widths.unique().tolist():
+        own, heads = trellis.table_of(table, width), widths == width
+        path = trellis.search(v[heads].view(-1, span), weight[heads].view(-1, span), own, width)
+        codes[heads] = (path >> trellis.history(width)).view(-1, v.shape[1])
+        levels[heads] = own[path].view(-1, v.shape[1])
+    return codes, levels
 
 
 def _by_channel(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

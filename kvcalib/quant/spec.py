@@ -34,7 +34,8 @@ class TensorSpec:
               "token": min and max per token, at run time, over `scope`; "norm": root mean square per token alike
     scope     span of a per-token range: "layer" (all heads), "head", or "channels" (`group` channels of a head)
     rotation  "none", or "hadamard" (see rotation.py)
-    rounding  "nearest", or "feedback": later channels of a head make up for errors of earlier ones (see feedback.py)
+    rounding  "nearest"; "feedback": later channels of a head make up for errors of earlier ones (see feedback.py);
+              "trellis": the same, and the codes of a channel choose their levels together (see trellis.py)
     rope      keys: quantised before ("pre") or after ("post") rotary embedding; values: "none"
     outliers  share of the elements kept sparse in fp16
     rank      which ones, per page: "error" (largest squared error of the dense code times the sensitivity of its
@@ -62,6 +63,17 @@ class TensorSpec:
 
     def book_count(self, heads: int, dim: int) -> int:
         return {"layer": 1, "head": heads, "channel": heads * dim}[self.books]
+
+    @property
+    def feeds_back(self) -> bool:
+        return self.rounding in ("feedback", "trellis")
+
+    @property
+    def span(self) -> int | None:
+        """Tokens that a trellis connects: for keys those of a record, see page.py."""
+        if self.rounding != "trellis":
+            return None
+        return PAGE if self.rope == "none" else PAGE // 2
 
     @property
     def ranks_by_error(self) -> bool:
@@ -105,9 +117,11 @@ class Tables(NamedTuple):
                  with widths, a row holds the tables of width 1, 2, ... end to end, that of width w from 2**w - 2 on
     weight       fp32 [H, D] >= 0, only where outliers rank by error: what a squared error of u costs in each channel
     widths       uint8 [H, D], only for levels="mixed": bits of every channel
-    feedback     fp32 [H, D, D], exact in bf16, only for rounding="feedback": row j weighs the errors of the
+    feedback     fp32 [H, D, D], exact in bf16, only where rounding feeds back: row j weighs the errors of the
                  channels that were coded before the j-th; zero on and above the diagonal
     order        int16 [H, D], with feedback: the channel that is coded first, second, ...
+    trellis      fp32, exact in bf16, only for rounding="trellis": the tables of width 1, 2, ... end to end, each by
+                 window; `levels` then only say which elements are outliers
     """
 
     zero: torch.Tensor
@@ -117,6 +131,7 @@ class Tables(NamedTuple):
     widths: torch.Tensor | None = None
     feedback: torch.Tensor | None = None
     order: torch.Tensor | None = None
+    trellis: torch.Tensor | None = None
 
     def to(self, device) -> "Tables":
         return Tables(*(None if t is None else t.to(device) for t in self))
