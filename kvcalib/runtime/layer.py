@@ -21,6 +21,7 @@ from kvcalib.quant.rope import Rope
 from kvcalib.quant.spec import CacheSpec, Tables
 from kvcalib.runtime import rollback
 from kvcalib.runtime.attention import Attachment, Handle
+from kvcalib.runtime.modes import in_full_precision, undisturbed
 from kvcalib.runtime.store import LayerStore
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         self.attachment.insist()
         self.lazy_initialization(key_states, value_states)
         batch, _, tokens, _ = key_states.shape
-        with torch.inference_mode(False), torch.no_grad():  # buffers outlive an inference_mode that ends
+        with undisturbed():
             self.store.append(key_states, value_states, self._positions(batch, tokens, key_states.device))
         handle = self.attachment.handle(self, key_states, self.store.length)
         return handle, handle
@@ -71,20 +72,23 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         """Output [B, T, Hq, Dv] and weights; see Handle."""
         tokens = query.shape[2]
         allowed = None if mask is None else _allowed(mask, query.shape[0], self.store.length)
-        if allowed is not None:
-            with torch.inference_mode(False), torch.no_grad():
-                self.store.drop_padding(allowed[..., self.store.length - tokens :].any(1))
-        if self.store.real is not None:
-            with torch.inference_mode(False), torch.no_grad():
-                self.store.check_hidden(allowed, tokens)
+        if allowed is not None or self.store.real is not None:
+            with undisturbed():
+                self._settle(allowed, tokens)
         if self.store.has_moved:
             output, weights = self._attend_packed(module, query, allowed, options), None
         else:
             output, weights = base(query, *self.store.recent(), mask)
         if self.store.may_flush:
-            with torch.inference_mode(False), torch.no_grad():
+            with undisturbed():
                 self.store.flush()
         return output, weights
+
+    def _settle(self, allowed: torch.Tensor | None, tokens: int) -> None:
+        """Which of the new columns are padding, and whether the mask shows any that was."""
+        if allowed is not None:
+            self.store.drop_padding(allowed[..., self.store.length - tokens :].any(1))
+        self.store.check_hidden(allowed, tokens)
 
     def _attend_packed(self, module, query: torch.Tensor, allowed: torch.Tensor | None, options: dict) -> torch.Tensor:
         wanted = getattr(getattr(module, "config", None), "output_attentions", False)
@@ -96,7 +100,8 @@ class CalibratedLayer(CacheLayerMixin, Handle):
             if options.get(name) is not None:
                 raise UnsupportedModel(f"attention with {name} cannot read a quantised cache; use quant=identity")
         packed = self.store.packed(allowed, query.shape[2])
-        return dispatch.attend(query, packed, scale=options["scaling"], softcap=options.get("softcap"))
+        with in_full_precision():
+            return dispatch.attend(query, packed, scale=options["scaling"], softcap=options.get("softcap"))
 
     def get_seq_length(self) -> int:
         return self.store.length
