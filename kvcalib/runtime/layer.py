@@ -13,6 +13,7 @@ import logging
 from functools import cache
 
 import torch
+from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcalib.errors import UnsupportedModel
@@ -78,7 +79,7 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         if self.store.has_moved:
             output, weights = self._attend_packed(module, query, allowed, options), None
         else:
-            output, weights = base(query, *self.store.recent(), mask)
+            output, weights = self._attend_recent(query, mask, base)
         if self.store.may_flush:
             with undisturbed():
                 self.store.flush()
@@ -89,6 +90,12 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         if allowed is not None:
             self.store.drop_padding(allowed[..., self.store.length - tokens :].any(1))
         self.store.check_hidden(allowed, tokens)
+
+    def _attend_recent(self, query: torch.Tensor, mask: torch.Tensor | None, base) -> tuple:
+        """Nothing is packed; columns that were padding in every row may be gone from the front of the buffer."""
+        gone = self.store.length - self.store.recent_length
+        output, weights = base(query, *self.store.recent(), mask if mask is None or not gone else mask[..., gone:])
+        return output, weights if weights is None or not gone else pad(weights, (gone, 0))
 
     def _attend_packed(self, module, query: torch.Tensor, allowed: torch.Tensor | None, options: dict) -> torch.Tensor:
         wanted = getattr(getattr(module, "config", None), "output_attentions", False)
