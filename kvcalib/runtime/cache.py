@@ -18,6 +18,7 @@ from kvcalib.quant.spec import CacheSpec
 from kvcalib.runtime.attention import attach
 from kvcalib.runtime.layer import CalibratedLayer
 from kvcalib.runtime.memory import memory_report
+from kvcalib.runtime.modes import undisturbed
 from kvcalib.runtime.persist import load_cache, save_cache
 from kvcalib.runtime.ropes import layer_ropes
 
@@ -47,7 +48,8 @@ class CalibratedCache(Cache):
         Raises ArtifactError when the file is damaged, or was saved with another artifact or another model.
         """
         cache = cls(artifact, model) if type(artifact) is Artifact else cls.from_pretrained(artifact, model)
-        load_cache(cache.layers, cache._artifact, model, path)
+        with undisturbed():
+            load_cache(cache.layers, cache._artifact, model, path)
         return cache
 
     def save(self, path: str | Path) -> Path:
@@ -77,7 +79,8 @@ class CalibratedCache(Cache):
         """A cache of its own over the same model and tables."""
         twin = CalibratedCache(self._artifact, self._model)
         shared = {id(layer.attachment): layer.attachment for layer in self._ours()}
-        twin.layers = copy.deepcopy(self.layers, memo | shared)
+        with undisturbed():
+            twin.layers = copy.deepcopy(self.layers, memo | shared)
         return twin
 
 

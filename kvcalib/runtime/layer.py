@@ -129,18 +129,20 @@ class CalibratedLayer(CacheLayerMixin, Handle):
     def crop(self, tokens_to_remove: int) -> None:
         self.check_crop(tokens_to_remove)
         if self.store.layout is not None and tokens_to_remove < 0:
-            self.store.crop(-tokens_to_remove)
+            with undisturbed():
+                self.store.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self.store.select_rows(beam_idx)
+        with undisturbed():
+            self.store.select_rows(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if self.store.layout is not None:
-            self.store.select_rows(torch.arange(self.store.batch)[indices.cpu()])
+            self.reorder_cache(torch.arange(self.store.batch)[torch.as_tensor(indices).cpu()])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.store.layout is not None:
-            self.store.select_rows(torch.arange(self.store.batch).repeat_interleave(repeats))
+            self.reorder_cache(torch.arange(self.store.batch).repeat_interleave(repeats))
 
     def reset(self) -> None:
         self.store.reset()

@@ -1,5 +1,7 @@
 """Modes of torch that a caller may be in: the cache says what DynamicCache says, in each and after each."""
 
+import copy
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -74,3 +76,43 @@ def test_autocast_in_the_middle(model, ids, artifact, into):
                 logits.setdefault(type(cache), []).append(out)
     for mine, expected in zip(logits[CalibratedCache], logits[DynamicCache], strict=True):
         assert (mine - expected).abs().max() < 0.03 * expected.abs().max()
+
+
+OPERATIONS = {
+    "crop": lambda cache, path: cache.crop(-20),
+    "crop below a page": lambda cache, path: cache.crop(-60),
+    "reorder": lambda cache, path: cache.reorder_cache(torch.tensor([2, 1, 0])),
+    "select": lambda cache, path: cache.batch_select_indices(torch.tensor([2, 1, 0])),
+    "repeat": lambda cache, path: (cache.batch_repeat_interleave(2), cache.batch_select_indices(torch.arange(3))),
+    "copy": lambda cache, path: copy.deepcopy(cache),
+    "reset": lambda cache, path: cache.reset(),
+    "load": lambda cache, path: CalibratedCache.load(cache.save(path), cache._artifact, cache._model),
+}
+
+
+@pytest.mark.parametrize("prefill", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_what_is_done_in_inference_mode_can_be_gone_on_with_outside(model, ids, artifact, operation, prefill, tmp_path):
+    logits = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        cache = CalibratedCache(artifact, model)
+        with prefill():
+            model(ids[:, :80], cache=cache)
+        with mode():
+            made = OPERATIONS[operation](cache, tmp_path / "saved")
+        cache = made if isinstance(made, CalibratedCache) else cache
+        with torch.no_grad():
+            logits.append([model(part, cache=cache).logits for part in ids[:, 80:].split([1, 25], dim=1)])
+    for inside, outside in zip(*logits, strict=True):
+        assert torch.equal(inside, outside)
+
+
+def test_beam_search_in_inference_mode_then_a_step_outside(model, ids, artifact):
+    cache, exact = CalibratedCache(artifact, model), DynamicCache(config=model.config)
+    for each in (cache, exact):
+        with torch.inference_mode():
+            options = {"num_beams": 3, "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+            model.generate(ids[:1, :50], cache=each, eos_token_id=None, **options)
+        with torch.no_grad():
+            model(ids[:, :40], cache=each)
+    assert cache.get_seq_length() == exact.get_seq_length()
