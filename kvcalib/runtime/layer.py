@@ -66,7 +66,6 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         positions = self.attachment.positions()
         if positions is None:  # a model without rotary embedding: only the order matters
             return self.store.next_positions(batch, tokens).to(device)
-        assert positions.shape[-1] == tokens, f"{tokens} keys for positions {tuple(positions.shape)}"
         return positions.to(device).expand(batch, tokens)
 
     def attend(self, module, query, mask, base, **options) -> tuple[torch.Tensor, torch.Tensor | None]:
