@@ -88,6 +88,7 @@ class LayerStore:
         """
         if self.layout is None:
             self._allocate(key, value)
+        if self.length == 0:  # a new cache, or one that went back to nothing
             self.frequencies.begin(positions)
         if key.device != self.recent_key.device:  # a cache from a file
             self._move_to(key.device)

@@ -351,6 +351,20 @@ def test_longrope_takes_the_long_frequencies_where_the_first_call_goes_beyond(ch
     assert not ours.layers[0].store.frequencies.is_long
 
 
+def test_longrope_chooses_again_after_going_back_to_nothing():
+    model = tiny("phi3-longrope")
+    ids = torch.randint(3, 290, (1, 60), generator=torch.Generator().manual_seed(2))
+    cache = CalibratedCache(make_artifact(model, cache_spec(window=4, sink=2), ids[:, :30]), model)
+    for length in (20, 60, 30, 60):
+        fresh = CalibratedCache(cache._artifact, model)
+        with torch.no_grad():
+            for each in (cache, fresh):
+                model(ids[:, :length], cache=each)
+        assert cache.layers[0].store.frequencies.is_long == (length == 60)
+        assert torch.equal(*(each.layers[0].store.pages[0, : length // 36] for each in (cache, fresh)))
+        cache.crop(-length)
+
+
 @pytest.mark.parametrize("family", ["phi3-longrope", "llama-dynamic"])
 def test_growing_beyond_the_frequencies_is_refused(family):
     model = tiny(family)
