@@ -82,7 +82,7 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         if self.store.may_flush:
             with undisturbed():
                 self.store.flush()
-        return output, weights
+        return _NoGradient.apply(output, query) if query.requires_grad and torch.is_grad_enabled() else output, weights
 
     def _settle(self, allowed: torch.Tensor | None, tokens: int) -> None:
         """Which of the new columns are padding, and whether the mask shows any that was."""
@@ -153,6 +153,20 @@ class CalibratedLayer(CacheLayerMixin, Handle):
     prefetch = offload
 
 
+class _NoGradient(torch.autograd.Function):
+    """The output as it is, and a sentence in place of a gradient that would lack what keys and values owe."""
+
+    @staticmethod
+    def forward(ctx, output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise UnsupportedModel(
+            "a CalibratedCache carries no gradient: call the model under torch.no_grad(), or train with another cache"
+        )
+
+
 def _allowed(mask: torch.Tensor, batch: int, length: int) -> torch.Tensor:
     """Mask of transformers, bool or additive [B, 1, T, columns] -> bool [B, T, length]: may query t see column j.
 
@@ -171,4 +185,4 @@ def _allowed(mask: torch.Tensor, batch: int, length: int) -> torch.Tensor:
 @cache
 def _no_gradient(log: logging.Logger) -> None:
     """Says it once."""
-    log.warning("a CalibratedCache carries no gradient to keys and values; call the model under torch.no_grad()")
+    log.warning("a CalibratedCache carries no gradient; call the model under torch.no_grad()")

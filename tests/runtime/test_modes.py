@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from kvcalib.errors import UnsupportedModel
 from kvcalib.quant.spec import CacheSpec, TensorSpec
 from kvcalib.runtime.cache import CalibratedCache
 from tests.helpers import cache_spec, make_artifact
@@ -116,3 +117,17 @@ def test_beam_search_in_inference_mode_then_a_step_outside(model, ids, artifact)
         with torch.no_grad():
             model(ids[:, :40], cache=each)
     assert cache.get_seq_length() == exact.get_seq_length()
+
+
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+@pytest.mark.parametrize("tokens", [20, 80])
+def test_a_gradient_is_a_sentence_and_not_a_wrong_number(model, ids, artifact, tokens, kernel, monkeypatch):
+    monkeypatch.setenv("KVCALIB_KERNEL", kernel)
+    cache, plain = (CalibratedCache(artifact, model) for _ in range(2))
+    for part in ids[:1, : tokens + 10].split([tokens, 10], dim=1):
+        logits = model(part, cache=cache).logits
+        with torch.no_grad():
+            torch.testing.assert_close(logits, model(part, cache=plain).logits)
+        with pytest.raises(UnsupportedModel, match=r"no gradient: call the model under torch.no_grad\(\)"):
+            logits.logsumexp(-1).sum().backward()
+    assert cache.get_seq_length() == tokens + 10
