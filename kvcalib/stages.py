@@ -217,9 +217,9 @@ def prepare(session: Session, names: list[str]) -> None:
 
 
 def _check_peer(session: Session) -> None:
-    from kvcalib.eval.peers import real_peer
+    from kvcalib.eval.peers import check_peer
 
-    real_peer(_peer(session.settings), session.model)
+    check_peer(_peer(session.settings), session.model)
 
 
 def table_of(settings: Settings) -> tuple[Stage, ...]:

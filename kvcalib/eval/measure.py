@@ -19,7 +19,7 @@ from kvcalib.artifact.schema import Artifact
 from kvcalib.eval.fidelity import Fidelity, merged
 from kvcalib.eval.needle import answered, grid, packed_tokens
 from kvcalib.eval.outliers import FrameHits
-from kvcalib.eval.peers import MULTIPLE, IdealPeer, Peer, real_peer
+from kvcalib.eval.peers import MULTIPLE, IdealPeer, Peer, check_peer, real_peer
 from kvcalib.eval.reference import FACTS, head, read_hidden, read_trials
 from kvcalib.quant.page import PageLayout
 from kvcalib.quant.spec import PAGE
@@ -96,7 +96,7 @@ class Foreign:
 
     def __init__(self, peer: Peer, model, sink: int):
         self.peer, self.model, self.sink, self.exact, self.seen = peer, model, sink, sink, None
-        real_peer(peer, model)  # refused before anything runs
+        check_peer(peer, model)  # refused before anything runs
 
     def ideal(self) -> Cache:
         self.seen = IdealPeer(self.peer, self.model, self.sink)

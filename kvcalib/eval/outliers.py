@@ -5,6 +5,8 @@ hits     share of the held-out elements that lie beyond the calibrated frame, fo
          Above `stored`, the outliers of a page do not all fit and the rest is clipped
 """
 
+from functools import lru_cache
+
 import torch
 from transformers.cache_utils import Cache
 
@@ -26,13 +28,13 @@ class FrameHits:
     """Counts over windows; does nothing for a tensor whose range is measured at run time."""
 
     def __init__(self, artifact: Artifact, model):
-        self._artifact, self._rotary = artifact, rotary(model)
+        self._artifact, self._rotary = artifact, lru_cache(lambda tokens: rotary(model, length=tokens))
         specs = {name: getattr(artifact.spec, name) for name in ("key", "value")}
         self._names = [n for n, s in specs.items() if s.quantised and s.range == "static"]
         self._beyond, self._seen = dict.fromkeys(self._names, 0), dict.fromkeys(self._names, 0)
 
     def observe(self, cache: Cache, tokens: int) -> None:
-        """cache: exact keys and values of one sequence of `tokens` tokens from position 0 on."""
+        """cache: exact keys and values of `tokens` tokens from position 0 on, computed in one pass."""
         for index, layer in self._artifact.layers.items():
             for name in self._names:
                 u = self._in_frame(cache.layers[index], index, name, getattr(layer, name), tokens)
@@ -52,7 +54,7 @@ class FrameHits:
             positions[positions >= self._artifact.spec.sink],
         )
         if name == "key":
-            info = self._rotary[index]
+            info = self._rotary(tokens)[index]  # in one pass, a long text is rotated by its own frequencies
             rope = make_rope(x.shape[-1], info.kind, info.inv_freq, info.scaling).to(x.device)
             pre = self._artifact.spec.key.rope == "pre"
             x = to_pre_rope(x, positions, rope) if pre else x[..., rope.order]

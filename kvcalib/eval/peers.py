@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+from transformers import __version__ as transformers_version
 from transformers.cache_utils import Cache, DynamicCache, QuantizedCache
 
 from kvcalib.errors import MissingInput, UnsupportedModel
@@ -63,6 +64,23 @@ def real_peer(peer: Peer, model) -> Cache:
         ) from error
     except ValueError as error:
         raise UnsupportedModel(f"transformers' QuantizedCache refuses this model: {error}") from error
+
+
+def check_peer(peer: Peer, model) -> None:
+    """Raises as `real_peer`, and UnsupportedModel where the installed versions have grown apart."""
+    layer, weights = real_peer(peer, model).layers[0], next(model.parameters())
+    x = torch.ones(1, 1, 2 * peer.group, 2 * peer.group, dtype=weights.dtype, device=weights.device)
+    try:
+        layer.lazy_initialization(x, x)
+        for axis in (peer.axis_key, peer.axis_value):
+            stored = layer._quantize(x, axis=axis)
+            stored_bits(peer.library, stored)
+            layer._dequantize(stored)
+    except (TypeError, AttributeError, KeyError) as error:
+        raise UnsupportedModel(
+            f"this version of {PACKAGES[peer.library]} and transformers {transformers_version} do not work together: "
+            f"{error}"
+        ) from error
 
 
 def stored_bits(library: str, stored) -> float:

@@ -10,9 +10,10 @@ Falcon calls torch's scaled_dot_product_attention by itself. It gets a `TorchHan
 place; its attention setting stays as it is.
 
 Position ids are read by a hook on the model's rotary module, the one place through which they pass in every family
-(some models do not hand them to `Cache.update`). They are kept per thread, so two threads may use one model.
+(some models do not hand them to `Cache.update`). Hooks on its attention modules tell a cache that it is this model that
+runs, and not another with a cache of its own. Both are kept per thread, so two threads may use one model.
 
-`attach` counts the caches of a model; when the last one is gone, the hook and the attention setting are too.
+`attach` counts the caches of a model; when the last one is gone, the hooks and the attention setting are too.
 """
 
 import sys
@@ -25,7 +26,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcalib.errors import UnsupportedModel
-from kvcalib.models.families import attends_by_torch
+from kvcalib.models.families import attends_by_torch, attention_modules
 
 _NAMES = {"sdpa": "kvcalib", "eager": "kvcalib_eager"}
 _attachments: "weakref.WeakKeyDictionary[torch.nn.Module, Attachment]" = weakref.WeakKeyDictionary()
@@ -44,8 +45,12 @@ class Handle:
 
     @property
     def shape(self):
-        """What attention code asks first; only a model that is not attached gets here."""
-        raise UnsupportedModel("this CalibratedCache was made for another model; make one for this model")
+        """What attention code of a model that is not attached asks first."""
+        raise _foreign()
+
+
+def _foreign() -> UnsupportedModel:
+    return UnsupportedModel("this CalibratedCache was made for another model; make one for this model")
 
 
 class TorchHandle:
@@ -102,17 +107,26 @@ def _original(module, name: str):
     return ALL_ATTENTION_FUNCTIONS[name]
 
 
-class RememberPositions:
-    """Forward pre-hook of a rotary module: keeps the position ids that pass, per thread. Copies and pickles empty."""
+class Watch:
+    """Forward hooks, per thread: the position ids that pass, and whether an attention module of the model runs.
+
+    Copies and pickles empty.
+    """
 
     def __init__(self):
         self.seen = threading.local()
 
     def __reduce__(self):
-        return RememberPositions, ()
+        return Watch, ()
 
-    def __call__(self, _module, args, kwargs) -> None:
+    def positions(self, _module, args, kwargs) -> None:
         self.seen.positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+
+    def enter(self, _module, _args) -> None:
+        self.seen.inside = True
+
+    def leave(self, _module, _args, _output) -> None:
+        self.seen.inside = False
 
 
 class Attachment:
@@ -121,13 +135,18 @@ class Attachment:
     def __init__(self, model):
         self.caches = 0
         self._model = weakref.ref(model)
-        self._remember, self._hooks = RememberPositions(), []
+        self._watch, self._hooks = Watch(), []
         self._by_torch = attends_by_torch(model)
         self.original = _original_name(model)
 
     def positions(self) -> torch.Tensor | None:
-        """Position ids [1 or B, T] of the forward pass that runs in this thread; None before the first."""
-        positions = getattr(self._remember.seen, "positions", None)
+        """Position ids [1 or B, T] of the forward pass that runs in this thread; None without rotary embedding.
+
+        Raises UnsupportedModel where it is another model that runs.
+        """
+        if not getattr(self._watch.seen, "inside", False):
+            raise _foreign()
+        positions = getattr(self._watch.seen, "positions", None)
         if positions is None or positions.dim() < 3:
             return positions
         if (positions != positions[:1]).any():
@@ -152,12 +171,17 @@ class Attachment:
     def switch_on(self, model) -> None:
         if not self._by_torch:
             model.set_attn_implementation(_NAMES[self.original])
-        for module in _rotary_modules(model):
+        rotary, attention = _rotary_modules(model), list(attention_modules(model).values())
+        for module in rotary + attention:
             _remove_copied_hooks(module)
-            self._hooks.append(module.register_forward_pre_hook(self._remember, with_kwargs=True))
+        for module in rotary:
+            self._hooks.append(module.register_forward_pre_hook(self._watch.positions, with_kwargs=True))
+        for module in attention:
+            self._hooks.append(module.register_forward_pre_hook(self._watch.enter))
+            self._hooks.append(module.register_forward_hook(self._watch.leave, always_call=True))
 
     def switch_off(self, model) -> None:
-        if not self._by_torch:
+        if model.config._attn_implementation in _NAMES.values():  # else somebody has changed it since: theirs stays
             model.set_attn_implementation(self.original)
         for hook in self._hooks:
             hook.remove()
@@ -182,10 +206,13 @@ def _rotary_modules(model) -> list:
 
 def _remove_copied_hooks(module) -> None:
     """Hooks that came along when an attached model was copied; this model's own do not exist yet."""
-    for key, hook in list(module._forward_pre_hooks.items()):
-        if type(hook) is RememberPositions:
-            del module._forward_pre_hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
+    before = module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
+    after = module._forward_hooks, module._forward_hooks_always_called
+    for hooks, flags in (before, after):
+        for key, hook in list(hooks.items()):
+            if type(getattr(hook, "__self__", None)) is Watch:
+                del hooks[key]
+                flags.pop(key, None)
 
 
 def attach(model, owner) -> Attachment:

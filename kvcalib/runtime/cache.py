@@ -14,13 +14,13 @@ from kvcalib.artifact.io import load_artifact
 from kvcalib.artifact.schema import Artifact, LayerTables, check_model
 from kvcalib.errors import ArtifactError, UnsupportedModel
 from kvcalib.models.identity import identity
-from kvcalib.models.rotary import RotaryInfo, rotary, valid_length
-from kvcalib.quant.rope import Rope, make_rope
 from kvcalib.quant.spec import CacheSpec
 from kvcalib.runtime.attention import attach
 from kvcalib.runtime.layer import CalibratedLayer
 from kvcalib.runtime.memory import memory_report
+from kvcalib.runtime.modes import undisturbed
 from kvcalib.runtime.persist import load_cache, save_cache
+from kvcalib.runtime.ropes import layer_ropes
 
 
 class CalibratedCache(Cache):
@@ -48,7 +48,8 @@ class CalibratedCache(Cache):
         Raises ArtifactError when the file is damaged, or was saved with another artifact or another model.
         """
         cache = cls(artifact, model) if type(artifact) is Artifact else cls.from_pretrained(artifact, model)
-        load_cache(cache.layers, cache._artifact, model, path)
+        with undisturbed():
+            load_cache(cache.layers, cache._artifact, model, path)
         return cache
 
     def save(self, path: str | Path) -> Path:
@@ -78,7 +79,8 @@ class CalibratedCache(Cache):
         """A cache of its own over the same model and tables."""
         twin = CalibratedCache(self._artifact, self._model)
         shared = {id(layer.attachment): layer.attachment for layer in self._ours()}
-        twin.layers = copy.deepcopy(self.layers, memo | shared)
+        with undisturbed():
+            twin.layers = copy.deepcopy(self.layers, memo | shared)
         return twin
 
 
@@ -102,19 +104,7 @@ def _check_kinds(artifact, model) -> None:
 
 def build_layers(model, spec: CacheSpec, tables: dict[int, LayerTables], attachment) -> list:
     """One layer per decoder layer: ours where the artifact has tables, transformers' own elsewhere."""
-    short, layers = rotary(model), DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    valid_to = valid_length(short)
-    long = rotary(model, length=valid_to + 1) if valid_to is not None else short
-    for index, layer_tables in tables.items():
-        info = short[index]
-        rope, beyond = _ropes(layer_tables.key.zero.shape[1], info, long[index])
-        both, limits = (layer_tables.key, layer_tables.value), (info.sliding_window, info.valid_to)
-        layers[index] = CalibratedLayer(spec, *both, rope, attachment, *limits, beyond)
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    for index, (rope, *reach) in layer_ropes(model, tables).items():
+        layers[index] = CalibratedLayer(spec, tables[index].key, tables[index].value, rope, attachment, *reach)
     return layers
-
-
-def _ropes(dim: int, short: RotaryInfo, long: RotaryInfo) -> tuple[Rope, Rope | None]:
-    """Of a text within the first frequencies, and of one beyond where the model has one other set (longrope)."""
-    rope, beyond = (make_rope(dim, info.kind, info.inv_freq, info.scaling) for info in (short, long))
-    changes_once = short.valid_to is not None and long.valid_to is None
-    return rope, beyond if changes_once else None

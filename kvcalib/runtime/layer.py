@@ -13,6 +13,7 @@ import logging
 from functools import cache
 
 import torch
+from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcalib.errors import UnsupportedModel
@@ -21,6 +22,7 @@ from kvcalib.quant.rope import Rope
 from kvcalib.quant.spec import CacheSpec, Tables
 from kvcalib.runtime import rollback
 from kvcalib.runtime.attention import Attachment, Handle
+from kvcalib.runtime.modes import in_full_precision, undisturbed
 from kvcalib.runtime.store import LayerStore
 
 logger = logging.getLogger(__name__)
@@ -55,7 +57,7 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         self.attachment.insist()
         self.lazy_initialization(key_states, value_states)
         batch, _, tokens, _ = key_states.shape
-        with torch.inference_mode(False), torch.no_grad():  # buffers outlive an inference_mode that ends
+        with undisturbed():
             self.store.append(key_states, value_states, self._positions(batch, tokens, key_states.device))
         handle = self.attachment.handle(self, key_states, self.store.length)
         return handle, handle
@@ -64,27 +66,35 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         positions = self.attachment.positions()
         if positions is None:  # a model without rotary embedding: only the order matters
             return self.store.next_positions(batch, tokens).to(device)
-        assert positions.shape[-1] == tokens, f"{tokens} keys for positions {tuple(positions.shape)}"
         return positions.to(device).expand(batch, tokens)
 
     def attend(self, module, query, mask, base, **options) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Output [B, T, Hq, Dv] and weights; see Handle."""
         tokens = query.shape[2]
         allowed = None if mask is None else _allowed(mask, query.shape[0], self.store.length)
-        if allowed is not None:
-            with torch.inference_mode(False), torch.no_grad():
-                self.store.drop_padding(allowed[..., self.store.length - tokens :].any(1))
-        if self.store.real is not None:
-            with torch.inference_mode(False), torch.no_grad():
-                self.store.check_hidden(allowed, tokens)
+        if allowed is not None or self.store.real is not None:
+            with undisturbed():
+                self._settle(allowed, tokens)
         if self.store.has_moved:
             output, weights = self._attend_packed(module, query, allowed, options), None
         else:
-            output, weights = base(query, *self.store.recent(), mask)
+            output, weights = self._attend_recent(query, mask, base)
         if self.store.may_flush:
-            with torch.inference_mode(False), torch.no_grad():
+            with undisturbed():
                 self.store.flush()
-        return output, weights
+        return _NoGradient.apply(output, query) if query.requires_grad and torch.is_grad_enabled() else output, weights
+
+    def _settle(self, allowed: torch.Tensor | None, tokens: int) -> None:
+        """Which of the new columns are padding, and whether the mask shows any that was."""
+        if allowed is not None:
+            self.store.drop_padding(allowed[..., self.store.length - tokens :].any(1))
+        self.store.check_hidden(allowed, tokens)
+
+    def _attend_recent(self, query: torch.Tensor, mask: torch.Tensor | None, base) -> tuple:
+        """Nothing is packed; columns that were padding in every row may be gone from the front of the buffer."""
+        gone = self.store.length - self.store.recent_length
+        output, weights = base(query, *self.store.recent(), mask if mask is None or not gone else mask[..., gone:])
+        return output, weights if weights is None or not gone else pad(weights, (gone, 0))
 
     def _attend_packed(self, module, query: torch.Tensor, allowed: torch.Tensor | None, options: dict) -> torch.Tensor:
         wanted = getattr(getattr(module, "config", None), "output_attentions", False)
@@ -96,7 +106,8 @@ class CalibratedLayer(CacheLayerMixin, Handle):
             if options.get(name) is not None:
                 raise UnsupportedModel(f"attention with {name} cannot read a quantised cache; use quant=identity")
         packed = self.store.packed(allowed, query.shape[2])
-        return dispatch.attend(query, packed, scale=options["scaling"], softcap=options.get("softcap"))
+        with in_full_precision():
+            return dispatch.attend(query, packed, scale=options["scaling"], softcap=options.get("softcap"))
 
     def get_seq_length(self) -> int:
         return self.store.length
@@ -117,18 +128,20 @@ class CalibratedLayer(CacheLayerMixin, Handle):
     def crop(self, tokens_to_remove: int) -> None:
         self.check_crop(tokens_to_remove)
         if self.store.layout is not None and tokens_to_remove < 0:
-            self.store.crop(-tokens_to_remove)
+            with undisturbed():
+                self.store.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self.store.select_rows(beam_idx)
+        with undisturbed():
+            self.store.select_rows(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if self.store.layout is not None:
-            self.store.select_rows(torch.arange(self.store.batch)[indices.cpu()])
+            self.reorder_cache(torch.arange(self.store.batch)[torch.as_tensor(indices).cpu()])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.store.layout is not None:
-            self.store.select_rows(torch.arange(self.store.batch).repeat_interleave(repeats))
+            self.reorder_cache(torch.arange(self.store.batch).repeat_interleave(repeats))
 
     def reset(self) -> None:
         self.store.reset()
@@ -138,6 +151,20 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         raise UnsupportedModel("a CalibratedCache is not offloaded: it is small enough to stay; use offloading=False")
 
     prefetch = offload
+
+
+class _NoGradient(torch.autograd.Function):
+    """The output as it is, and a sentence in place of a gradient that would lack what keys and values owe."""
+
+    @staticmethod
+    def forward(ctx, output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise UnsupportedModel(
+            "a CalibratedCache carries no gradient: call the model under torch.no_grad(), or train with another cache"
+        )
 
 
 def _allowed(mask: torch.Tensor, batch: int, length: int) -> torch.Tensor:
@@ -158,4 +185,4 @@ def _allowed(mask: torch.Tensor, batch: int, length: int) -> torch.Tensor:
 @cache
 def _no_gradient(log: logging.Logger) -> None:
     """Says it once."""
-    log.warning("a CalibratedCache carries no gradient to keys and values; call the model under torch.no_grad()")
+    log.warning("a CalibratedCache carries no gradient; call the model under torch.no_grad()")

@@ -22,9 +22,10 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from kvcalib.artifact.fingerprint import fingerprint
 from kvcalib.artifact.schema import Artifact, model_differences
-from kvcalib.errors import ArtifactError
+from kvcalib.errors import ArtifactError, ConfigError
 from kvcalib.models.identity import identity, weights_sample
 from kvcalib.quant.page import PageLayout
+from kvcalib.runtime import soundness
 from kvcalib.runtime.store import LayerStore
 
 VERSION = 1
@@ -42,17 +43,32 @@ def save_cache(layers: list, artifact: Artifact, model, path: str | Path) -> Pat
         tensors |= {f"layers.{index}.{name}": tensor.cpu().contiguous() for name, tensor in held.items()}
     header = json.dumps(_owner(artifact, model) | {"layers": described}, sort_keys=True)
     path = Path(path).expanduser()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    target = _target(path)
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     partial.touch()
     mode = partial.stat().st_mode  # what the umask asks for; safetensors would leave it to its owner alone
     try:
         save_file(tensors, partial, {"format": "pt", _METADATA_KEY: header, "sha256": _checksum(header, tensors)})
         partial.chmod(mode)
-        os.replace(partial, path)
+        os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
     return path
+
+
+def _target(path: Path) -> Path:
+    """Where a link leads, its folder made. Raises ConfigError for what is no place for a file."""
+    target = Path(os.path.realpath(path))
+    example = "give the name of a file, such as cache.save('prefix.safetensors')"
+    if target.is_dir():
+        raise ConfigError(f"{path} is a folder: {example}")
+    if target.exists() and not target.is_file():
+        raise ConfigError(f"{path} is no plain file: {example}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(f"{path.parent} is a file and no folder: {example}") from error
+    return target
 
 
 def load_cache(layers: list, artifact: Artifact, model, path: str | Path) -> None:
@@ -69,14 +85,20 @@ def load_cache(layers: list, artifact: Artifact, model, path: str | Path) -> Non
         raise ArtifactError(
             f"{path} was saved with another model: {'; '.join(differences[:4])}; fill a new cache from the text"
         )
+    described = header["layers"]
+    if described.keys() != {str(index) for index in range(len(layers))}:
+        raise ArtifactError(f"{path} holds {len(described)} layers, this model has {len(layers)}; save the cache again")
     for index, layer in enumerate(layers):
         start = f"layers.{index}."
         held = {name.removeprefix(start): t for name, t in tensors.items() if name.startswith(start)}
         restore = _restore_linear if _is_linear(layer) else _restore_store
-        restore(layer, held, header["layers"][str(index)], model)
+        if problem := restore(layer, held, described[str(index)], model):
+            raise ArtifactError(f"{path} holds no whole cache: layer {index}: {problem}; save it again")
 
 
 def _read(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
+    if path.is_dir():
+        raise ArtifactError(f"{path} is a folder: give the file that cache.save(path) wrote")
     if not path.is_file():
         raise ArtifactError(f"no saved cache at {path}; write one with cache.save(path)")
     try:
@@ -91,9 +113,10 @@ def _read(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
     if metadata.get("sha256") != _checksum(text, tensors):
         raise ArtifactError(f"{path} is damaged (its checksum does not match); save the cache again")
     header = json.loads(text)
-    if header["version"] != VERSION:
+    if not isinstance(header, dict) or header.get("version") != VERSION:
+        version = header.get("version") if isinstance(header, dict) else None
         raise ArtifactError(
-            f"{path} has cache version {header['version']}, this kvcalib reads version {VERSION}; save the cache again"
+            f"{path} has cache version {version}, this kvcalib reads version {VERSION}; save the cache again"
         )
     return header, tensors
 
@@ -131,11 +154,15 @@ def _store_state(store: LayerStore) -> tuple[dict[str, torch.Tensor], dict]:
     return held, {name: getattr(store, name) for name in _COUNTS} | {"is_long": store.frequencies.is_long}
 
 
-def _restore_store(layer, held: dict[str, torch.Tensor], counts: dict, _model) -> None:
+def _restore_store(layer, held: dict[str, torch.Tensor], counts: dict, _model) -> str | None:
+    """What is wrong, if anything."""
     store: LayerStore = layer.store
-    if not held:
-        return
-    store.layout = PageLayout(store.spec, store.key_tables, store.value_tables)
+    if not held and counts == {"length": 0}:
+        return None
+    layout = PageLayout(store.spec, store.key_tables, store.value_tables)
+    if problem := next(soundness.problems(store.spec, layout, held, counts), None):
+        return problem
+    store.layout = layout
     store.real = None
     for name, tensor in held.items():
         setattr(store, name, tensor)
@@ -143,6 +170,7 @@ def _restore_store(layer, held: dict[str, torch.Tensor], counts: dict, _model) -
         setattr(store, name, counts[name])
     store.frequencies.is_long = counts["is_long"]
     layer.is_initialized = True
+    return None
 
 
 def _linear_state(layer: LinearAttentionLayer) -> tuple[dict[str, torch.Tensor], dict]:
@@ -155,7 +183,10 @@ def _linear_state(layer: LinearAttentionLayer) -> tuple[dict[str, torch.Tensor],
     return held, {name: getattr(layer, name) for name in _FLAGS}
 
 
-def _restore_linear(layer: LinearAttentionLayer, held: dict[str, torch.Tensor], flags: dict, model) -> None:
+def _restore_linear(layer: LinearAttentionLayer, held: dict[str, torch.Tensor], flags: dict, model) -> str | None:
+    """What is wrong, if anything."""
+    if flags.keys() != {*_FLAGS}:
+        return "its counts are not those of a cache"
     layer.record_past = flags["record_past"]
     for k in range(layer.number_of_states):
         layer.conv_kernel_size[k] = flags["conv_kernel_size"][str(k)]
@@ -165,3 +196,4 @@ def _restore_linear(layer: LinearAttentionLayer, held: dict[str, torch.Tensor], 
         getattr(layer, f"{kind}_states")[int(k)] = tensor.to(model.device)
         getattr(layer, f"is_{kind}_states_initialized")[int(k)] = True
         layer.dtype, layer.device = tensor.dtype, model.device
+    return None

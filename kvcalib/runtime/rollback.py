@@ -24,8 +24,9 @@ def crop(store: LayerStore, count: int) -> None:
         return
     length = store.length - count
     if not store.has_moved:
-        store.waiting = store.waiting[:, :length].clone()
-        store.positions = store.positions[:, :length].clone()
+        kept = max(length - (store.length - store.recent_length), 0)  # padding of all rows may be gone from the front
+        store.waiting = store.waiting[:, :kept].clone()
+        store.positions = store.positions[:, :kept].clone()
         _shorten(store, length)
         return
     kept = [_keep(store, row, _tokens_in(store, row, length)) for row in range(store.batch)]

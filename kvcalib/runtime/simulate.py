@@ -8,6 +8,7 @@ i sees of token j:
     stepwise   chunk=C      j lies in a page that was complete when the chunk of i began, as in a real cache that is
                             fed C tokens at a time
 
+A text that grows over a change of its rotary frequencies is refused, as the real cache refuses it (frequencies.py).
 The quantised tensors come from the same pages as in the cache, so the stepwise simulation and the real cache agree
 to rounding.
 """
@@ -16,11 +17,12 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from kvcalib.artifact.schema import Artifact, LayerTables
-from kvcalib.models.rotary import rotary
 from kvcalib.quant.codec import simulate
-from kvcalib.quant.rope import Rope, make_rope, to_post_rope, to_pre_rope
+from kvcalib.quant.rope import Rope, to_post_rope, to_pre_rope
 from kvcalib.quant.spec import PAGE, CacheSpec
 from kvcalib.runtime.attention import Attachment, Handle, attach
+from kvcalib.runtime.frequencies import Frequencies
+from kvcalib.runtime.ropes import LayerRopes, layer_ropes
 
 _QUERIES = 64
 """Queries that are attended at a time."""
@@ -31,11 +33,9 @@ class SimulatedCache(Cache):
 
     def __init__(self, artifact: Artifact, model, chunk: int | None = None):
         layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-        attachment, rotaries = attach(model, self), rotary(model)
-        for index, tables in artifact.layers.items():
-            info = rotaries[index]
-            rope = make_rope(tables.key.zero.shape[1], info.kind, info.inv_freq, info.scaling)
-            layers[index] = SimulatedLayer(artifact.spec, tables, rope, attachment, chunk, info.sliding_window)
+        attachment = attach(model, self)
+        for index, ropes in layer_ropes(model, artifact.layers).items():
+            layers[index] = SimulatedLayer(artifact.spec, artifact.layers[index], ropes, attachment, chunk)
         super().__init__(layers=layers)
 
 
@@ -46,15 +46,19 @@ class SimulatedLayer(CacheLayerMixin, Handle):
         self,
         spec: CacheSpec,
         tables: LayerTables,
-        rope: Rope,
+        ropes: LayerRopes,
         attachment: Attachment,
         chunk: int | None,
-        sliding_window: int | None,
     ):
         super().__init__()
-        self.spec, self.tables, self.rope = spec, tables, rope
+        self.spec, self.tables = spec, tables
+        self.frequencies = Frequencies(ropes.rope, ropes.valid_to, ropes.long)
         self.attachment, self.chunk = attachment, chunk
-        self.is_sliding = sliding_window is not None
+        self.is_sliding = ropes.sliding_window is not None
+
+    @property
+    def rope(self) -> Rope:
+        return self.frequencies.rope
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.is_initialized = True
@@ -74,6 +78,7 @@ class SimulatedLayer(CacheLayerMixin, Handle):
         if positions is None:
             positions = torch.arange(key.shape[2])[None]
         self.positions = positions.to(key.device).expand(key.shape[0], -1)
+        self.frequencies.begin(self.positions[:, : self.chunk])
         handle = self.attachment.handle(self, key, key.shape[2])
         return handle, handle
 
@@ -94,6 +99,7 @@ class SimulatedLayer(CacheLayerMixin, Handle):
         key, value = self.key.transpose(1, 2), self.value.transpose(1, 2)  # [B, T, H, D]
         positions = self.positions[:, sink:]
         if self.spec.key.rope == "pre":
+            self.frequencies.check(self.positions)
             pre = to_pre_rope(key[:, sink:], positions, self.rope)
             coded = to_post_rope(simulate(pre, self.spec.key, self.tables.key), positions, self.rope)
         else:

@@ -82,14 +82,19 @@ class LayerStore:
     # --- arrival -----------------------------------------------------------------------------------------------
 
     def append(self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor) -> None:
-        """key [B, H, T, D] post-RoPE, value [B, H, T, Dv], positions int64 [B, T]; all columns taken as real."""
+        """key [B, H, T, D] post-RoPE, value [B, H, T, Dv], positions int64 [B, T]; all columns taken as real.
+
+        What is exact is kept in one dtype, the widest seen: under autocast keys come in another than values.
+        """
         if self.layout is None:
             self._allocate(key, value)
+        if self.length == 0:  # a new cache, or one that went back to nothing
             self.frequencies.begin(positions)
         if key.device != self.recent_key.device:  # a cache from a file
             self._move_to(key.device)
         if key.shape[0] != self.batch:
             raise ConfigError(f"the cache holds {self.batch} rows and got {key.shape[0]}; make one for the new batch")
+        self._widen(torch.promote_types(key.dtype, value.dtype))
         start, tokens = self.recent_length, key.shape[2]
         self._reserve(start + tokens)
         self.recent_key[:, :, start : start + tokens] = key
@@ -172,6 +177,13 @@ class LayerStore:
         self.frequencies.to(device)
         for name, tensor in self.tensors().items():
             setattr(self, name, tensor.to(device))
+
+    def _widen(self, dtype: torch.dtype) -> None:
+        wide = torch.promote_types(dtype, self.recent_key.dtype)
+        if self.recent_key.dtype is self.recent_value.dtype is wide:
+            return
+        for name in ("sink_key", "sink_value", "recent_key", "recent_value"):
+            setattr(self, name, getattr(self, name).to(wide))
 
     def _reserve(self, columns: int) -> None:
         """Grows the recent buffer in steps that keep appending amortised O(1)."""

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from kvcalib import load_artifact
 from kvcalib.artifact.io import save_artifact
-from kvcalib.artifact.schema import Artifact, LayerTables, check_model, validate
+from kvcalib.artifact.schema import VERSION, Artifact, LayerTables, check_model, tensor_fields, validate
 from kvcalib.errors import ArtifactError
 from kvcalib.quant.spec import CacheSpec, Tables, TensorSpec
 
@@ -64,6 +64,20 @@ def test_every_field_comes_back(artifact, path):
         for name in ("key", "value"):
             for old, new in zip(getattr(layer, name), getattr(back.layers[index], name), strict=True):
                 assert (old is None and new is None) or torch.equal(old, new)
+
+
+def test_what_others_read_has_the_names_that_it_always_had(path):
+    """A name that changes needs a new version, or files of yesterday are refused for what they lack."""
+    assert VERSION == 1
+    with safe_open(path, framework="pt") as file:
+        header = json.loads(file.metadata()["kvcalib"])
+        tensors = {name for name in file.keys() if name.startswith("layers.4.")}  # noqa: SIM118 (not a dict)
+    assert set(header) == {"version", "spec", "layers", "model", "calibration", "settings", "summary"}
+    assert tensors == {f"layers.4.{name}" for name in ("key.zero", "key.scale", "key.levels", "key.weight")} | {
+        f"layers.4.value.{name}" for name in ("zero", "scale", "levels")
+    }
+    mixed = replace(KEY, levels="mixed", rounding="feedback")
+    assert set(tensor_fields(mixed)) == {"zero", "scale", "levels", "weight", "widths", "feedback", "order"}
 
 
 def test_nothing_but_the_file_is_left(path):

@@ -26,8 +26,10 @@ def test_stored_share_counts_whole_elements(model, windows):
     assert stored_rate(artifact, "value") == 0
 
 
-def test_hits_are_projected_keys_beyond_the_frame(model, windows):
-    sink, ids = 3, windows[:1]
+@pytest.mark.parametrize("family", ["llama", "llama-dynamic"])
+def test_hits_are_projected_keys_beyond_the_frame(family, windows):
+    """Dynamic scaling: in one pass, a text longer than the original length is rotated by frequencies of its own."""
+    model, sink, ids = tiny(family), 3, windows[:1]
     artifact = make_artifact(model, cache_spec(sink=sink), ids)
     projected = {}
     hooks = [

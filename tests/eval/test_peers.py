@@ -7,7 +7,7 @@ from transformers import DynamicCache
 from kvcalib.errors import MissingInput, UnsupportedModel
 from kvcalib.eval import peers
 from kvcalib.eval.measure import Foreign, measure
-from kvcalib.eval.peers import IdealPeer, Peer, real_peer
+from kvcalib.eval.peers import IdealPeer, Peer, check_peer, real_peer
 from kvcalib.eval.reference import reference
 from tests.models.zoo import tiny
 
@@ -71,3 +71,13 @@ def test_a_missing_package_is_a_sentence_with_the_command(monkeypatch, model):
 def test_a_model_that_the_library_refuses_is_a_sentence(name):
     with pytest.raises(UnsupportedModel, match="refuses this model: .*full attention"):
         real_peer(peer(name, 4), tiny("gemma3_text"))
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_versions_that_have_grown_apart_are_a_sentence(name, model, monkeypatch):
+    """A library that changed a signature is a row of a comparison and not its end."""
+    check_peer(peer(name, 2), model)
+    kind = type(real_peer(peer(name, 2), model).layers[0])
+    monkeypatch.setattr(kind, "_quantize", lambda self, tensor, axis, scale: tensor)
+    with pytest.raises(UnsupportedModel, match=f"{peers.PACKAGES[name]} and transformers .* do not work together"):
+        check_peer(peer(name, 2), model)

@@ -205,8 +205,10 @@ def test_assisted_decoding_runs_and_is_exact_in_the_window(model, ids, window):
         "assistant_model": draft,
         "pad_token_id": 0,
     }
-    out = model.generate(ids[:1, :30], cache=CalibratedCache(artifact, model), **options)
+    cache = CalibratedCache(artifact, model)
+    out = model.generate(ids[:1, :30], cache=cache, **options)
     assert out.shape == (1, 54)
+    assert draft.config._attn_implementation == "sdpa"  # its cache is one of its own
     if window:
         assert torch.equal(out, model.generate(ids[:1, :30], **options))
 
@@ -347,6 +349,20 @@ def test_longrope_takes_the_long_frequencies_where_the_first_call_goes_beyond(ch
     with torch.no_grad():
         model(ids[:, :20], cache=ours)
     assert not ours.layers[0].store.frequencies.is_long
+
+
+def test_longrope_chooses_again_after_going_back_to_nothing():
+    model = tiny("phi3-longrope")
+    ids = torch.randint(3, 290, (1, 60), generator=torch.Generator().manual_seed(2))
+    cache = CalibratedCache(make_artifact(model, cache_spec(window=4, sink=2), ids[:, :30]), model)
+    for length in (20, 60, 30, 60):
+        fresh = CalibratedCache(cache._artifact, model)
+        with torch.no_grad():
+            for each in (cache, fresh):
+                model(ids[:, :length], cache=each)
+        assert cache.layers[0].store.frequencies.is_long == (length == 60)
+        assert torch.equal(*(each.layers[0].store.pages[0, : length // 36] for each in (cache, fresh)))
+        cache.crop(-length)
 
 
 @pytest.mark.parametrize("family", ["phi3-longrope", "llama-dynamic"])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvcalib.errors import UnsupportedModel
 from kvcalib.runtime.cache import CalibratedCache
 from kvcalib.runtime.simulate import SimulatedCache, stale_pairs
 from tests.helpers import cache_spec, make_artifact
@@ -86,6 +87,28 @@ def test_stepwise_equals_the_real_cache_in_other_families(family, ids):
     model = tiny(family)
     exact = {"window": 0, "sink": 0} if family == "mistral" else {"window": 16, "sink": 4}
     check(model, ids, cache_spec(**exact), 32)  # mistral looks back on 16 tokens and no further
+
+
+def test_a_text_that_begins_beyond_longropes_switch_is_that_of_the_real_cache(ids):
+    check(tiny("phi3-longrope"), ids[:, :100], cache_spec(window=4, sink=2), 40)
+
+
+@pytest.mark.parametrize(
+    ("family", "tokens", "chunk"), [("phi3-longrope", 60, 20), ("llama-dynamic", 60, 20), ("llama-dynamic", 60, None)]
+)
+def test_growing_beyond_the_frequencies_is_refused_as_by_the_real_cache(ids, family, tokens, chunk):
+    model, ids = tiny(family), ids[:, :tokens]
+    artifact = make_artifact(model, cache_spec(window=4, sink=2), ids[:, :30])
+    with pytest.raises(UnsupportedModel, match="changes its rotary frequencies beyond 32 tokens"):
+        simulated(model, ids, artifact, chunk)
+    with pytest.raises(UnsupportedModel, match="changes its rotary frequencies beyond 32 tokens"):
+        in_chunks(model, ids, CalibratedCache(artifact, model), chunk or tokens)
+
+
+def test_keys_after_rotation_grow_beyond_any_frequencies(ids):
+    model, ids = tiny("llama-dynamic"), ids[:, :100]
+    artifact = make_artifact(model, cache_spec("group", "token", window=4, sink=2), ids[:, :30])
+    assert simulated(model, ids, artifact).isfinite().all()
 
 
 @pytest.mark.parametrize("chunk", [None, 32])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, pipeline
 
+from kvcalib.errors import UnsupportedModel
 from kvcalib.models.tiny import byte_tokenizer
 from kvcalib.runtime.cache import CalibratedCache
 from tests.helpers import cache_spec, make_artifact
@@ -162,6 +163,37 @@ def test_dropping_the_cache_leaves_the_model_as_it_was(ids):
     assert model.config.to_dict() == settings
     for name, module in model.named_modules():
         assert len(module._forward_pre_hooks) + len(module._forward_hooks) == hooks[name]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "falcon"])
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize("step", [1, 4, 70])
+def test_a_cache_given_to_another_model_is_refused_and_stays_as_it_is(family, attached, step, ids):
+    """Reloaded weights, a draft model: a cache of its own must not make the other model look like ours."""
+    model, other = tiny(family), tiny(family)
+    artifact = make_artifact(model, cache_spec("group", window=8, sink=2), ids[:1])
+    own = CalibratedCache(artifact, other) if attached else DynamicCache(config=other.config)
+    cache, fresh, expected = (CalibratedCache(artifact, model) for _ in range(3))
+    with torch.no_grad():
+        for each in (cache, expected):
+            model(ids[:1, :50], cache=each)
+        other(ids[:1, :50], cache=own)
+        for refused in (cache, fresh):
+            with pytest.raises(UnsupportedModel, match="made for another model"):
+                other(ids[:1, :step], cache=refused)
+        assert fresh.get_seq_length() == 0
+        assert torch.equal(model(ids[:1, 50:60], cache=cache).logits, model(ids[:1, 50:60], cache=expected).logits)
+
+
+def test_attention_that_was_set_after_the_last_step_stays_set(ids, artifact):
+    model = tiny("llama")
+    cache = CalibratedCache(artifact, model)
+    with torch.no_grad():
+        model(ids[:1], cache=cache)
+    model.set_attn_implementation("eager")
+    del cache
+    gc.collect()
+    assert model.config._attn_implementation == "eager"
 
 
 def test_the_model_is_freed_with_its_last_cache(ids, artifact):
