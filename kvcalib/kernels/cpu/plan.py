@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import torch
 
+from kvcalib.quant import trellis
 from kvcalib.quant.codebook import table_of
 from kvcalib.quant.page import TILE, PageLayout, Run
 from kvcalib.quant.rope import Rope
@@ -36,7 +37,7 @@ class CRun(Structure):
 class CSide(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("dim", "padded", "coded", "range", "group", "cells")),
-        *((name, c_int32) for name in ("folded", "channel_books", "narrow")),
+        *((name, c_int32) for name in ("folded", "channel_books", "narrow", "trellis")),
         ("center", c_float),
         *((f"{name}_at", c_int64) for name in ("step", "base", "corrections", "positions", "rows", "codes")),
         *((name, POINTER(c_float)) for name in ("zero", "scale", "tables")),
@@ -126,6 +127,7 @@ class Plan:
             self._point(side, frame, padded, f"{name}_{frame}")
         runs = _all_runs(name, layout, self.struct.rotating)
         if spec.quantised:
+            side.trellis = spec.rounding == "trellis"
             side.narrow = max(run.width for run in runs) <= _NARROW_BITS
             side.folded = name == "key" and side.range == 0 and side.narrow
             side.channel_books = name == "value" and spec.books == "channel"
@@ -142,7 +144,7 @@ class Plan:
             if not side.coded:
                 continue
             key = _shared_table(run, layout.tensor_spec(name), side)
-            entries = max(16, 2**run.width)
+            entries = max(16, 2 ** (run.width + (trellis.history(run.width) if side.trellis else 0)))
             struct.table, struct.table_step = shared.get(key, end), 0 if key else entries
             if key not in shared:
                 parts.append(_entries(name, run, tables, None if key else side.folded, entries) - side.center)
@@ -210,9 +212,16 @@ def _entries(name: str, run: Run, tables: Tables, folded: bool | None, entries: 
         channels = (torch.tensor(run.units)[:, None] + torch.tensor([0, dim // 2])).flatten()
     else:
         channels = (torch.tensor(run.units)[:, None] * TILE + torch.arange(TILE)).flatten().clamp_max(dim - 1)
-    levels = (tables.levels if tables.widths is None else table_of(tables.levels, run.width)).float().cpu()
+    levels = _levels(tables, run.width).float().cpu()
     own = levels[(run.head * dim + channels) * levels.shape[0] // (heads * dim)]
-    own = torch.cat([own, own[:, -1:].expand(-1, 2**run.width - own.shape[1])], dim=1)
+    own = torch.cat([own, own[:, -1:].expand(-1, 2 ** (own.shape[1] - 1).bit_length() - own.shape[1])], dim=1)
     if folded:
         own = own * tables.scale.cpu()[run.head, channels, None] + tables.zero.cpu()[run.head, channels, None]
     return own.repeat(1, entries // own.shape[1]).flatten()
+
+
+def _levels(tables: Tables, width: int) -> torch.Tensor:
+    """[books, entries]: all levels that codes of one width can mean."""
+    if tables.trellis is not None:
+        return trellis.table_of(tables.trellis, width)[None]
+    return tables.levels if tables.widths is None else table_of(tables.levels, width)

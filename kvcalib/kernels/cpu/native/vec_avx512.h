@@ -85,6 +85,62 @@ KV_INLINE Codes codes(const uint8_t* record) {
   }
 }
 
+KV_INLINE Codes no_codes() { return _mm512_setzero_si512(); }
+
+// The same with the H bits of the stream before each code below it; before the first code there are zeros.
+template <int W, int H, int half>
+KV_INLINE Codes windows(const uint8_t* record) {
+  const uint8_t* p = record + half * 2 * W;
+  if constexpr (H == 0) {
+    return codes<W, half>(record);
+  } else if constexpr (16 * W + H <= 32) {
+    uint32_t word = 0;
+    __builtin_memcpy(&word, p, 2 * W);
+    return _mm512_srlv_epi32(_mm512_set1_epi32(static_cast<int32_t>(word << H)), lanes_from(0, W, 8 * W));
+  } else if constexpr (W == 2) {  // no room for the zeros: for the first eight codes alone
+    int32_t word;
+    __builtin_memcpy(&word, p, 4);
+    const __m512i all = _mm512_set1_epi32(word);
+    return _mm512_srlv_epi32(_mm512_mask_slli_epi32(all, 0x00FF, all, H), lanes_from(0, W, 8 * W - H));
+  } else if constexpr (W == 3) {
+    const __m512i word = _mm512_broadcastq_epi64(low8(record + half * 4));
+    if constexpr (half == 0)
+      return _mm512_multishift_epi64_epi8(lanes_from(0, W, 8 * W), _mm512_slli_epi64(word, H));
+    const __m512i own = _mm512_and_si512(word, _mm512_set1_epi64(~int64_t{0xFFFF}));
+    return _mm512_multishift_epi64_epi8(lanes_from(16 - H, W, 16 - H + 8 * W), own);
+  } else {
+    __m512i both = _mm512_broadcastq_epi64(low8(p));
+    if constexpr (W > 4) both = _mm512_mask_broadcastq_epi64(both, 0xF0, low8(p + 2 * W - 8));
+    both = _mm512_mask_slli_epi64(both, 0x0F, both, H);
+    return _mm512_multishift_epi64_epi8(lanes_from(0, W, 64 - 8 * W - H), both);
+  }
+}
+
+// Codes with the H bits of each lane's own stream below them: `before` are the windows of the token before.
+template <int W, int H, int half>
+KV_INLINE Codes next_windows(const uint8_t* record, Codes before) {
+  const uint8_t* p = record + half * 2 * W;
+  if constexpr (H == 0) {
+    return codes<W, half>(record);
+  } else {
+    __m512i above;  // every code H bits up, with anything below
+    if constexpr (W <= 2) {
+      int32_t word = 0;
+      __builtin_memcpy(&word, p, 2 * W);
+      above = _mm512_rorv_epi32(_mm512_set1_epi32(word), lanes_from(-H, W, 8 * W - H));
+    } else if constexpr (W == 3) {
+      const __m512i word = _mm512_broadcastq_epi64(low8(record + half * 4));
+      above = _mm512_multishift_epi64_epi8(lanes_from(16 * half - H, W, 16 * half + 8 * W - H), word);
+    } else {
+      __m512i both = _mm512_broadcastq_epi64(low8(p));
+      if constexpr (W > 4) both = _mm512_mask_broadcastq_epi64(both, 0xF0, low8(p + 2 * W - 8));
+      above = _mm512_multishift_epi64_epi8(lanes_from(-H, W, 64 - 8 * W - H), both);
+    }
+    constexpr int choose = 0xCA;  // a ? b : c
+    return _mm512_ternarylogic_epi32(_mm512_set1_epi32((1 << H) - 1), _mm512_srli_epi32(before, W), above, choose);
+  }
+}
+
 template <int W>
 KV_INLINE Codes clean(Codes c) {
   return _mm512_and_si512(c, _mm512_set1_epi32((1 << W) - 1));

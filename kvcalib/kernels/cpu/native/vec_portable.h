@@ -103,6 +103,24 @@ KV_INLINE Codes codes(const uint8_t* record) {
   }
   return r;
 }
+KV_INLINE Codes no_codes() { return Codes{}; }
+
+// The same with the H bits of the stream before each code below it; before the first code there are zeros.
+template <int W, int H, int half>
+KV_INLINE Codes windows(const uint8_t* record) {
+  Codes r = codes<W, half>(record);
+  if (H == 0) return r;
+  for (int i = 0, before = 0; i < kLanes; before = r.x[i++]) r.x[i] = r.x[i] << H | before >> W;
+  return r;
+}
+// Codes with the H bits of each lane's own stream below them: `before` are the windows of the token before.
+template <int W, int H, int half>
+KV_INLINE Codes next_windows(const uint8_t* record, const Codes& before) {
+  Codes r = codes<W, half>(record);
+  for (int i = 0; H && i < kLanes; ++i) r.x[i] = r.x[i] << H | before.x[i] >> W;
+  return r;
+}
+
 // table: 16 entries for W <= 4, else 2**W
 template <int W>
 KV_INLINE Vec look_up(const Codes& c, const float* table) {
