@@ -36,7 +36,7 @@ struct RunOf {          // where a run is, and what it is multiplied with
   const float* table;
   const int32_t* units;
   int pairs;
-  const float *step, *base;   // per channel; unused where the tables hold the frame
+  const float *step, *base;   // per channel
   const float *relative, *query;
 };
 
@@ -46,19 +46,29 @@ static void score_run(const RunOf in, Sums<NQ>& result) {
   constexpr int bits = window_bits<W, trellis>;
   const uint8_t* record = in.record;
   const float* table = in.table;
+  Wide wide;
+  if constexpr (is_wide<W, trellis>) wide = wide_at(table);
   Sums<NQ> s = result;
   for (int j = 0; j < in.run.units; ++j, record += 4 * W, table += 2 * in.run.table_step) {
     const int c = in.units[j], d = c + in.pairs;
-    Table first = table_at<bits>(table), second = table_at<bits>(table + in.run.table_step);
     for (int h = 0; h < kHalves; ++h) __builtin_prefetch(record + in.next_page + h * in.half_bytes);
-    if constexpr (ranged) {
-      first = scaled<bits>(first, in.step[c], in.base[c]);
-      second = scaled<bits>(second, in.step[d], in.base[d]);
-    }
     Vec x[kHalves], y[kHalves];
-    for (int h = 0; h < kHalves; ++h) {
-      x[h] = pick_from<bits>(windows<W, bits - W, 0>(record + h * in.half_bytes), first.v);
-      y[h] = pick_from<bits>(windows<W, bits - W, 1>(record + h * in.half_bytes), second.v);
+    if constexpr (is_wide<W, trellis>) {
+      const Vec step[2] = {splat(in.step[c]), splat(in.step[d])}, base[2] = {splat(in.base[c]), splat(in.base[d])};
+      for (int h = 0; h < kHalves; ++h) {
+        x[h] = fma(pick_wide(windows<W, bits - W, 0>(record + h * in.half_bytes), wide), step[0], base[0]);
+        y[h] = fma(pick_wide(windows<W, bits - W, 1>(record + h * in.half_bytes), wide), step[1], base[1]);
+      }
+    } else {
+      Table first = table_at<bits>(table), second = table_at<bits>(table + in.run.table_step);
+      if constexpr (ranged) {
+        first = scaled<bits>(first, in.step[c], in.base[c]);
+        second = scaled<bits>(second, in.step[d], in.base[d]);
+      }
+      for (int h = 0; h < kHalves; ++h) {
+        x[h] = pick_from<bits>(windows<W, bits - W, 0>(record + h * in.half_bytes), first.v);
+        y[h] = pick_from<bits>(windows<W, bits - W, 1>(record + h * in.half_bytes), second.v);
+      }
     }
     if (in.run.rotates)
       for (int h = 0; h < kHalves; ++h) {
@@ -156,7 +166,14 @@ template <int W, bool trellis, int NQ>
 static void value_tiles(const uint8_t* record, int64_t next_page, const Run run, const float* table, const float* weights, float* out,
                         int padded) {
   constexpr int bits = window_bits<W, trellis>;
-  const Table levels = table_at<bits>(table);
+  Table levels;
+  Wide wide;
+  if constexpr (is_wide<W, trellis>) wide = wide_at(table);
+  else levels = table_at<bits>(table);
+  const auto level_of = [&](Codes c) {
+    if constexpr (is_wide<W, trellis>) return pick_wide(c, wide);
+    else return pick_from<bits>(c, levels.v);
+  };
   for (int tile = 0; tile < run.units; ++tile, out += kLanes) {
     Vec even[NQ], odd[NQ];
     for (int n = 0; n < NQ; ++n) even[n] = load(out + n * padded), odd[n] = splat(0.0f);
@@ -164,9 +181,9 @@ static void value_tiles(const uint8_t* record, int64_t next_page, const Run run,
     for (int t = 0; t < kPage; t += 2, record += 4 * W) {
       __builtin_prefetch(record + next_page);
       window = next_windows<W, bits - W, 0>(record, window);
-      const Vec x = pick_from<bits>(window, levels.v);
+      const Vec x = level_of(window);
       window = next_windows<W, bits - W, 1>(record, window);
-      const Vec y = pick_from<bits>(window, levels.v);
+      const Vec y = level_of(window);
       for (int n = 0; n < NQ; ++n) {
         even[n] = fma(splat(weights[n * kPage + t]), x, even[n]);
         odd[n] = fma(splat(weights[n * kPage + t + 1]), y, odd[n]);

@@ -15,7 +15,7 @@ struct Affine {
 };
 
 enum class Mode {
-  kNone,      // the table says it all
+  kNone,      // the table says it all, but for the frame of keys where it is wide
   kChannel,   // keys: step, base [2 halves, D], frame included
   kToken,     // keys: step, base [cells, 32]; values: [32, tiles]; both before the frame
   kElement,   // keys: step, base [D, 32], frame included; values: [32, padded]
@@ -38,12 +38,17 @@ template <int W, bool trellis, Mode mode>
 static void key_run(const uint8_t* record, const Run run, const float* table, const int32_t* units, int half, int dim,
                     const Affine affine, float* tile) {
   constexpr int bits = window_bits<W, trellis>;
+  const auto x_of = [&](Codes window, const float* levels, int channel) {
+    if constexpr (!is_wide<W, trellis>) return key_of<mode>(look_up<bits>(window, levels), affine, channel, half, dim);
+    const Vec level = pick_wide(window, wide_at(levels));
+    if constexpr (mode != Mode::kNone) return key_of<mode>(level, affine, channel, half, dim);
+    return fma(level, splat(affine.scale[channel]), splat(affine.zero[channel]));
+  };
   for (int j = 0; j < run.units; ++j, record += 4 * W, table += 2 * run.table_step) {
     const int c = units[j], d = c + dim / 2;
-    const Vec x = look_up<bits>(windows<W, bits - W, 0>(record), table);
-    const Vec y = look_up<bits>(windows<W, bits - W, 1>(record), table + run.table_step);
-    store(tile + c * kPage + half * kLanes, key_of<mode>(x, affine, c, half, dim));
-    store(tile + d * kPage + half * kLanes, key_of<mode>(y, affine, d, half, dim));
+    const Vec x = x_of(windows<W, bits - W, 0>(record), table, c);
+    const Vec y = x_of(windows<W, bits - W, 1>(record), table + run.table_step, d);
+    store(tile + c * kPage + half * kLanes, x), store(tile + d * kPage + half * kLanes, y);
   }
 }
 
@@ -166,7 +171,7 @@ static void key_tile(const uint8_t* page, const Layer& layer, int head, float* w
     else __builtin_memset(base, 0, own * kPage * sizeof(float));
     key_codes<Mode::kToken>(page, side, head, {step, base, scale, zero, own == 1 ? side.dim : side.group}, tile);
   } else if (side.folded) {
-    key_codes<Mode::kNone>(page, side, head, {}, tile);
+    key_codes<Mode::kNone>(page, side, head, {nullptr, nullptr, scale, zero, 0}, tile);
   } else {
     __builtin_memcpy(work, scale, side.dim * sizeof(float));
     __builtin_memcpy(work + side.dim, scale, side.dim * sizeof(float));
@@ -196,12 +201,16 @@ static void value_run(const uint8_t* record, const Run run, const float* table, 
   constexpr int bits = window_bits<W, books == Books::kTrellis>;
   constexpr int entries = W <= 4 ? 16 : 1 << W;
   for (int tile = first; tile < first + run.units; ++tile, table += kLanes * run.table_step) {
+    const auto level_of = [&](Codes c) {
+      if constexpr (books == Books::kOwn) return look_up_own<W>(c, table, entries);
+      else if constexpr (is_wide<W, books == Books::kTrellis>) return pick_wide(c, wide_at(table));
+      else return look_up<bits>(c, table);
+    };
     Codes b = no_codes();
     for (int t = 0; t < kPage; t += 2, record += 4 * W) {
       const Codes a = next_windows<W, bits - W, 0>(record, b);
       b = next_windows<W, bits - W, 1>(record, a);
-      const Vec x = books == Books::kOwn ? look_up_own<W>(a, table, entries) : look_up<bits>(a, table);
-      const Vec y = books == Books::kOwn ? look_up_own<W>(b, table, entries) : look_up<bits>(b, table);
+      const Vec x = level_of(a), y = level_of(b);
       store(out + t * padded + tile * kLanes, value_of<mode>(x, affine, t, tile, padded));
       store(out + (t + 1) * padded + tile * kLanes, value_of<mode>(y, affine, t + 1, tile, padded));
     }

@@ -37,7 +37,9 @@ static void decode_scores_with(const Work& w, const uint8_t* page, const float* 
     key_groups(page, layer.key, layer, head, step, base);
     decode_scores<trellis, NQ, true>(page, layer, head, step, base, query, scores, w.s.score_step);
   } else {
-    decode_scores<trellis, NQ, false>(page, layer, head, nullptr, nullptr, query, scores, w.s.score_step);
+    const int64_t at = static_cast<int64_t>(head) * layer.key.padded;
+    decode_scores<trellis, NQ, false>(page, layer, head, layer.key.scale + at, layer.key.zero + at, query, scores,
+                                      w.s.score_step);
   }
 }
 

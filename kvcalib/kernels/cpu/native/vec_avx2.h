@@ -196,6 +196,15 @@ KV_INLINE Vec look_up(Codes c, const float* table) {
   return {_mm256_i32gather_ps(table, _mm256_and_si256(c.a, mask), 4),
           _mm256_i32gather_ps(table, _mm256_and_si256(c.b, mask), 4)};
 }
+// A table of 64 levels that all channels share.
+struct Wide {
+  const float* table;
+};
+KV_INLINE Wide wide_at(const float* table) { return {table}; }
+KV_INLINE Vec pick_wide(Codes c, Wide wide) {
+  const Vec entries[4] = {load(wide.table), load(wide.table + 16), load(wide.table + 32), load(wide.table + 48)};
+  return pick_from<6>(c, entries);
+}
 KV_INLINE void transpose_eight(__m256& a, __m256& b, __m256& c, __m256& d) {
   const __m256d ab = _mm256_castps_pd(_mm256_unpacklo_ps(a, b)), ab2 = _mm256_castps_pd(_mm256_unpackhi_ps(a, b));
   const __m256d cd = _mm256_castps_pd(_mm256_unpacklo_ps(c, d)), cd2 = _mm256_castps_pd(_mm256_unpackhi_ps(c, d));

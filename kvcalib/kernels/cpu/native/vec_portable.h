@@ -135,6 +135,12 @@ KV_INLINE Vec pick_from(const Codes& c, const Vec (&table)[4]) {
   for (int i = 0; 16 * i < 1 << W; ++i) store(entries + 16 * i, table[i]);
   return look_up<W>(c, entries);
 }
+// A table of 64 levels that all channels share.
+struct Wide {
+  const float* table;
+};
+KV_INLINE Wide wide_at(const float* table) { return {table}; }
+KV_INLINE Vec pick_wide(const Codes& c, Wide wide) { return look_up<6>(c, wide.table); }
 // Transposes the four 4 x 4 blocks that four rows of 16 are made of; its own inverse.
 KV_INLINE void transpose4(Vec (&r)[4]) {
   for (int block = 0; block < 4; ++block)
