@@ -47,11 +47,23 @@ def inputs(shape: Shape, pages: int = 3):
     return key, value, columns, positions, counts
 
 
-def both(key_spec: TensorSpec, value_spec: TensorSpec, shape: Shape, isa: str | None = None):
-    """Pages of the kernel, pages of the reference, layout, tables."""
+def both(
+    key_spec: TensorSpec,
+    value_spec: TensorSpec,
+    shape: Shape,
+    isa: str | None = None,
+    feedback: float = 1.0,
+    width: int | None = None,
+):
+    """Pages of the kernel, pages of the reference, layout, tables. feedback: times the matrices; width: of all."""
     g = torch.Generator().manual_seed(3)
     specs = ((key_spec, shape.dim), (value_spec, shape.value_dim))
     tables = [make_tables(spec, shape.heads, dim, g) for spec, dim in specs]
+    for i, (spec, _) in enumerate(specs):
+        if spec.feeds_back:
+            tables[i] = tables[i]._replace(feedback=tables[i].feedback * feedback)
+        if width is not None:
+            tables[i] = tables[i]._replace(widths=torch.full_like(tables[i].widths, width))
     layout = PageLayout(CacheSpec(key_spec, value_spec, 0, 0), *tables)
     arguments = (*inputs(shape), layout, *tables, make_rope(shape))
     return pack(*arguments, isa=isa), reference.pack(*arguments), layout, tables
@@ -107,6 +119,19 @@ def test_shapes(shape, isa):
 def test_error_feedback(key, isa):
     spec = TensorSpec(**(KEYS[key].__dict__ | {"rounding": "feedback"}))
     check(*both(spec, VALUE, Shape(), isa), exactly=False)
+
+
+@pytest.mark.parametrize("key", ["trellis", "trellis, post", "trellis, group of 8"])
+@pytest.mark.parametrize("value", ["trellis, static", "trellis, group"])
+@pytest.mark.parametrize("shape", ["plain", "narrow", "wide"])
+def test_the_path_of_a_trellis_is_that_of_the_reference(key, value, shape, isa):
+    """Byte for byte where nothing is fed back: with feedback, sums in another order move what is looked for."""
+    check(*both(KEYS[key], VALUES[value], SHAPES[shape], isa, feedback=0.0), exactly=True)
+
+
+@pytest.mark.parametrize("width", range(1, 7))
+def test_the_path_of_every_width(width, isa):
+    check(*both(KEYS["trellis"], VALUES["trellis, static"], Shape(), isa, feedback=0.0, width=width), exactly=True)
 
 
 def test_instruction_sets_write_the_same_bytes():

@@ -31,25 +31,92 @@ void order_levels(const float* levels, float* out) {
     for (int p = 0; p < T::kPairs; ++p) out[nth * T::kPairs + p] = levels[T::window(nth, p)];
 }
 
-// Least error of every pair of states at every token [32, pairs], and which window has it.
+#if defined(__AVX512F__)
+constexpr int kNative = 16;  // floats in a register
+#elif defined(__AVX__)
+constexpr int kNative = 8;
+#else
+constexpr int kNative = 4;
+#endif
+
+template <int N>
+struct Lanes {
+  typedef float Float __attribute__((vector_size(4 * N)));
+  typedef int32_t Int __attribute__((vector_size(4 * N)));
+};
+
+// Least error of every pair of states at every token [32, pairs], and which window has it, the first of equals.
 template <int W>
-void pair_errors(const float* levels, const float* v, const float* weight, float* error, int32_t* nearest) {
+void pair_errors(const float* levels, const float* v, const float* weight, float* error, uint32_t* nearest) {
   using T = Trellis<W>;
-  for (int t = 0; t < kPage; ++t, error += T::kPairs, nearest += T::kPairs) {
-    const float x = v[t], w = weight[t];
-    float least[T::kPairs];
-    int32_t index[T::kPairs];
-    for (int p = 0; p < T::kPairs; ++p) {
-      const float d = x - levels[p];
-      least[p] = d * d * w, index[p] = 0;
-    }
-    for (int nth = 1; nth < T::kEach; ++nth)
+  constexpr int P = T::kPairs, N = P < kNative ? P : kNative;
+  if constexpr (P < 8) {  // vectors run over tokens: the compiler sees to that
+    for (int t = 0; t < kPage; ++t, error += T::kPairs, nearest += T::kPairs) {
+      const float x = v[t], w = weight[t];
+      float least[T::kPairs];
+      int32_t index[T::kPairs];
       for (int p = 0; p < T::kPairs; ++p) {
-        const float d = x - levels[nth * T::kPairs + p], e = d * d * w;
-        index[p] = e < least[p] ? nth : index[p], least[p] = e < least[p] ? e : least[p];
+        const float d = x - levels[p];
+        least[p] = d * d * w, index[p] = 0;
       }
-    for (int p = 0; p < T::kPairs; ++p) error[p] = least[p], nearest[p] = index[p];
+      for (int nth = 1; nth < T::kEach; ++nth)
+        for (int p = 0; p < T::kPairs; ++p) {
+          const float d = x - levels[nth * T::kPairs + p], e = d * d * w;
+          index[p] = e < least[p] ? nth : index[p], least[p] = e < least[p] ? e : least[p];
+        }
+      for (int p = 0; p < T::kPairs; ++p) error[p] = least[p], nearest[p] = index[p];
+    }
+    return;
   }
+  using L = Lanes<N>;
+  for (int p = 0; p < P; p += N)
+    for (int t = 0; t < kPage; ++t) {
+      typename L::Float least;
+      typename L::Int index = {};
+      for (int nth = 0; nth < T::kEach; ++nth) {
+        typename L::Float level;
+        __builtin_memcpy(&level, levels + nth * P + p, sizeof level);
+        const typename L::Float d = v[t] - level, e = d * d * weight[t];
+        if (nth == 0) {
+          least = e;
+          continue;
+        }
+        const typename L::Int less = e < least;
+        least = less ? e : least, index = less ? typename L::Int{} + nth : index;
+      }
+      __builtin_memcpy(error + t * P + p, &least, sizeof least);
+      __builtin_memcpy(nearest + t * P + p, &index, sizeof index);
+    }
+}
+
+// Least cost of every state, and the way that has it: of ways first .. first + n - 1; the first of equals.
+template <int W, int first, int n>
+inline void enter(const typename Lanes<Trellis<W>::kStates>::Float& cost, const float* error,
+                  typename Lanes<Trellis<W>::kStates>::Float& best, typename Lanes<Trellis<W>::kStates>::Int& way) {
+  constexpr int S = Trellis<W>::kStates;
+  using L = Lanes<S>;
+  if constexpr (n == 1) {
+    typename L::Float errors;
+    __builtin_memcpy(&errors, error + first * S, sizeof errors);
+    for (int s = 0; s < S; ++s) best[s] = cost[Trellis<W>::from(first, s)];
+    best += errors, way = typename L::Int{} + first;
+  } else {
+    typename L::Float other;
+    typename L::Int other_way;
+    enter<W, first, n / 2>(cost, error, best, way);
+    enter<W, first + n / 2, n / 2>(cost, error, other, other_way);
+    const typename L::Int less = other < best;
+    best = less ? other : best, way = less ? other_way : way;
+  }
+}
+
+// The least of all lanes, in all lanes.
+template <int S, int step = 1>
+inline typename Lanes<S>::Float least(typename Lanes<S>::Float x) {
+  if constexpr (step == S) return x;
+  typename Lanes<S>::Float y;
+  for (int s = 0; s < S; ++s) y[s] = x[s ^ (step % S)];
+  return least<S, step == S ? S : 2 * step>(y < x ? y : x);
 }
 
 // v, weight [32] of one channel, which begins anew every `span` tokens -> windows [32]. levels: as `order_levels` left
@@ -58,31 +125,26 @@ template <int W>
 void best_path(const float* levels, const float* v, const float* weight, int span, uint8_t* windows) {
   using T = Trellis<W>;
   constexpr int S = T::kStates;
+  using L = Lanes<S>;
   float errors[kPage * T::kPairs];
-  int32_t nearest[kPage * T::kPairs], back[kPage][S];
+  uint32_t nearest[kPage * T::kPairs], back[kPage * S];
   pair_errors<W>(levels, v, weight, errors, nearest);
   for (int first = 0; first < kPage; first += span) {
-    float cost[S];
-    for (int s = 0; s < S; ++s) cost[s] = s ? INFINITY : 0.0f;
+    typename L::Float cost = typename L::Float{} + INFINITY;
+    cost[0] = 0;
     for (int t = first; t < first + span; ++t) {
-      const float* error = errors + t * T::kPairs;
-      float best[S];
-      int32_t way[S];
-      for (int s = 0; s < S; ++s) best[s] = cost[T::from(0, s)] + error[s], way[s] = 0;
-      for (int k = 1; k < T::kWays; ++k)
-        for (int s = 0; s < S; ++s) {
-          const float c = cost[T::from(k, s)] + error[k * S + s];
-          way[s] = c < best[s] ? k : way[s], best[s] = c < best[s] ? c : best[s];
-        }
-      float lowest = best[0];
-      for (int s = 1; s < S; ++s) lowest = best[s] < lowest ? best[s] : lowest;
-      for (int s = 0; s < S; ++s) cost[s] = best[s] - lowest, back[t][s] = way[s];
+      typename L::Int way;
+      typename L::Float entered;
+      enter<W, 0, T::kWays>(cost, errors + t * T::kPairs, entered, way);
+      __builtin_memcpy(back + t * S, &way, sizeof way);
+      cost = entered - least<S>(entered);
     }
-    int state = 0;
-    for (int s = 1; s < S; ++s) state = cost[s] < cost[state] ? s : state;
+    unsigned state = 0;
+    for (unsigned s = 1; s < S; ++s) state = cost[s] < cost[state] ? s : state;
     for (int t = first + span - 1; t >= first; --t) {
-      const int pair = back[t][state] * S + state, window = T::window(nearest[t * T::kPairs + pair], pair);
-      windows[t] = static_cast<uint8_t>(window), state = window & (S - 1);
+      const unsigned way = back[t * S + state], nth = T::kEach > 1 ? nearest[t * T::kPairs + way * S + state] : 0;
+      windows[t] = static_cast<uint8_t>(state << W | nth * S | way);
+      state = (state << W | way) & (S - 1);
     }
   }
 }
