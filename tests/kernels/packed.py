@@ -84,7 +84,8 @@ def make_tables(spec: TensorSpec, heads: int, dim: int, g: torch.Generator) -> T
     if spec.levels == "mixed":
         tables = tables._replace(widths=_widths(spec, heads, dim, g))
     if spec.rounding == "trellis":
-        levels = torch.randn(trellis.table_offset(spec.bits + 1), generator=g).bfloat16().float()
+        entries = trellis.table_offset(spec.bits + 1)
+        levels = (torch.randperm(entries, generator=g) - entries // 2) / 64  # no two alike: equal ones would be ties
         tables = tables._replace(trellis=levels)
     return _with_feedback(tables, g) if spec.feeds_back else tables
 

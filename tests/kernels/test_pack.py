@@ -106,7 +106,11 @@ def test_keys(key, isa):
 
 @pytest.mark.parametrize("value", VALUES)
 def test_values(value, isa):
-    exactly = value not in SUMS and not VALUES[value].feeds_back and not (VALUES[value].range == "token" and VALUES[value].outliers)
+    exactly = (
+        value not in SUMS
+        and not VALUES[value].feeds_back
+        and not (VALUES[value].range == "token" and VALUES[value].outliers)
+    )
     check(*both(KEYS["fp8"], VALUES[value], Shape(), isa), exactly=exactly)
 
 

@@ -2,7 +2,8 @@
 //
 // window = to << W | j, and its low H bits are the state `from`: every state is entered by 2**W windows. They fall into
 // groups that come from the same state, of which the nearest one wins whatever the path was so far; the groups of all
-// pairs of states stand side by side, index = nth way into the state * kStates + state, so that vectors run over pairs.
+// pairs of states stand side by side, at (nth way into the state) * kStates + state, so that vectors run over pairs. Of
+// paths that are equally good it may find another one than torch where two windows of a table have the same level.
 #pragma once
 #include <cmath>
 #include <cstdint>
