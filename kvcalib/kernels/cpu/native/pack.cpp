@@ -315,8 +315,7 @@ void encode_path(const PackSide& pack, const Arena& a, const OrderedTables& tabl
   const int64_t at = c * kPage;
   const int width = pack.widths[c];
   float weight[kPage];
-  for (int t = 0; t < kPage; ++t) weight[t] = pack.range == kPackStatic ? 1.0f : a.step[at + t] * a.step[at + t];
-  for (int t = 0; pack.outliers && t < kPage; ++t) weight[t] = a.outlier[at + t] ? 0.0f : weight[t];
+  for (int t = 0; t < kPage; ++t) weight[t] = pack.outliers && a.outlier[at + t] ? 0.0f : 1.0f;
   switch (width) {
 #define KV_CASE(W) \
   case W: best_path<W>(tables.of[W], v, weight, pack.span, a.windows + at); break;
