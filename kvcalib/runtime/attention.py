@@ -11,7 +11,8 @@ place; its attention setting stays as it is.
 
 Position ids are read by a hook on the model's rotary module, the one place through which they pass in every family
 (some models do not hand them to `Cache.update`). Hooks on its attention modules tell a cache that it is this model that
-runs, and not another with a cache of its own. Both are kept per thread, so two threads may use one model.
+runs, and not another with a cache of its own; hooks on its base, whether a pass came to its end. All are kept per
+thread, so two threads may use one model.
 
 `attach` counts the caches of a model; when the last one is gone, the hooks and the attention setting are too.
 """
@@ -107,8 +108,14 @@ def _original(module, name: str):
     return ALL_ATTENTION_FUNCTIONS[name]
 
 
+class Pass:
+    """One forward pass of a model; never finished where an error ended it."""
+
+    finished = False
+
+
 class Watch:
-    """Forward hooks, per thread: the position ids that pass, and whether an attention module of the model runs.
+    """Forward hooks, per thread: the pass, its position ids, and whether an attention module of the model runs.
 
     Copies and pickles empty.
     """
@@ -118,6 +125,12 @@ class Watch:
 
     def __reduce__(self):
         return Watch, ()
+
+    def begin(self, _module, _args) -> None:
+        self.seen.current = Pass()
+
+    def finish(self, _module, _args, _output) -> None:
+        self.seen.current.finished = True
 
     def positions(self, _module, args, kwargs) -> None:
         self.seen.positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
@@ -155,6 +168,10 @@ class Attachment:
             )
         return positions[0]  # one copy for each section of the rotary embedding
 
+    def current_pass(self) -> Pass | None:
+        """The pass that runs in this thread, or ran last; None where only a part of the model was ever called."""
+        return getattr(self._watch.seen, "current", None)
+
     def handle(self, layer: Handle, key: torch.Tensor, length: int):
         """What `update` returns for key [B, H, T, D] when `length` columns are cached."""
         return TorchHandle(layer, key, length) if self._by_torch else layer
@@ -172,8 +189,10 @@ class Attachment:
         if not self._by_torch:
             model.set_attn_implementation(_NAMES[self.original])
         rotary, attention = _rotary_modules(model), list(attention_modules(model).values())
-        for module in rotary + attention:
+        for module in [model.base_model, *rotary, *attention]:
             _remove_copied_hooks(module)
+        self._hooks.append(model.base_model.register_forward_pre_hook(self._watch.begin))
+        self._hooks.append(model.base_model.register_forward_hook(self._watch.finish))
         for module in rotary:
             self._hooks.append(module.register_forward_pre_hook(self._watch.positions, with_kwargs=True))
         for module in attention:

@@ -8,7 +8,7 @@ import copy
 from pathlib import Path
 
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
 
 from kvcalib.artifact.io import load_artifact
 from kvcalib.artifact.schema import Artifact, LayerTables, check_model
@@ -54,10 +54,14 @@ class CalibratedCache(Cache):
 
     def save(self, path: str | Path) -> Path:
         """Writes everything the cache holds to one safetensors file, whole or not at all; see runtime/persist.py."""
+        for layer in self._ours():
+            layer.settle()
         return save_cache(self.layers, self._artifact, self._model, path)
 
     def memory_report(self) -> dict:
         """Every byte that the cache holds, and what it comes to per element; see runtime/memory.py."""
+        for layer in self._ours():
+            layer.settle()
         return memory_report(self._ours())
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -107,4 +111,5 @@ def build_layers(model, spec: CacheSpec, tables: dict[int, LayerTables], attachm
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     for index, (rope, *reach) in layer_ropes(model, tables).items():
         layers[index] = CalibratedLayer(spec, tables[index].key, tables[index].value, rope, attachment, *reach)
+        layers[index].beside_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
     return layers

@@ -37,9 +37,14 @@ def _flush_row(store: LayerStore, row: int) -> bool:
     sizes = _page_sizes(store.positions[row, columns[sink:]], columns.numel() - sink - store.spec.window)
     if not sizes:
         return False
-    if sink:
-        _move_sink(store, row, columns[:sink])
-    _write_pages(store, row, columns[sink : sink + sum(sizes)], sizes)
+    before = store.page_counts[row], store.sink_counts[row]
+    try:
+        if sink:
+            _move_sink(store, row, columns[:sink])
+        _write_pages(store, row, columns[sink : sink + sum(sizes)], sizes)
+    except BaseException:  # what has not moved as a whole still waits as a whole
+        store.page_counts[row], store.sink_counts[row] = before
+        raise
     store.waiting[row, columns[: sink + sum(sizes)]] = False
     if store.sliding_window is not None:
         _forget(store, row)

@@ -46,6 +46,8 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         self.store = LayerStore(spec, key_tables, value_tables, rope, sliding_window, valid_to, long_rope)
         self.attachment = attachment
         self.is_sliding = sliding_window is not None
+        self.beside_states = False
+        self._pass, self._before = None, 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.is_initialized = True
@@ -55,12 +57,42 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         if key_states.requires_grad:
             _no_gradient(logger)
         self.attachment.insist()
-        self.lazy_initialization(key_states, value_states)
         batch, _, tokens, _ = key_states.shape
+        positions = self._positions(batch, tokens, key_states.device)
+        self._begin()
+        self.lazy_initialization(key_states, value_states)
         with undisturbed():
-            self.store.append(key_states, value_states, self._positions(batch, tokens, key_states.device))
+            self.store.append(key_states, value_states, positions)
         handle = self.attachment.handle(self, key_states, self.store.length)
         return handle, handle
+
+    def _begin(self) -> None:
+        """Notes where this pass begins, after taking back what an earlier one left that did not come to its end."""
+        current = self.attachment.current_pass()
+        if current is not self._pass:
+            self.settle()
+            self._pass, self._before = current, self.store.length
+
+    @property
+    def _interrupted(self) -> bool:
+        return self._pass is not None and not self._pass.finished
+
+    def settle(self) -> None:
+        """Takes back the tokens of a pass that an error ended in this layer or a later one."""
+        if not self._interrupted:
+            return
+        ahead = self.store.length - self._before
+        if ahead and self.beside_states:
+            raise UnsupportedModel(
+                "an error ended a call in the middle, and states of other layers cannot go back to where it began; "
+                "cache.reset() and start again from the text"
+            )
+        if ahead and self._before == 0:
+            self.store.reset()
+        elif ahead:
+            with undisturbed():
+                self.store.crop(ahead)
+        self._pass = None
 
     def _positions(self, batch: int, tokens: int, device: torch.device) -> torch.Tensor:
         positions = self.attachment.positions()
@@ -110,11 +142,11 @@ class CalibratedLayer(CacheLayerMixin, Handle):
             return dispatch.attend(query, packed, scale=options["scaling"], softcap=options.get("softcap"))
 
     def get_seq_length(self) -> int:
-        return self.store.length
+        return self._before if self._interrupted else self.store.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """All columns ever seen: a mask column is a token column, whatever has been packed or dropped."""
-        return self.store.length + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
         return -1
@@ -123,6 +155,7 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         """Raises what `crop` would raise."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass the number of tokens to drop as a negative number")
+        self.settle()
         rollback.check(self.store, -tokens_to_remove)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -132,6 +165,7 @@ class CalibratedLayer(CacheLayerMixin, Handle):
                 self.store.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.settle()
         with undisturbed():
             self.store.select_rows(beam_idx)
 
@@ -145,6 +179,7 @@ class CalibratedLayer(CacheLayerMixin, Handle):
 
     def reset(self) -> None:
         self.store.reset()
+        self._pass, self._before = None, 0
         self.is_initialized = False
 
     def offload(self) -> None:
