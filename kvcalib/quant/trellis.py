@@ -60,7 +60,7 @@ def search(v: torch.Tensor, weight: torch.Tensor, levels: torch.Tensor, width: i
     states = 2**h
     before = torch.arange(len(levels), device=v.device) % states
     first = torch.arange(states, device=v.device) << width
-    cost = torch.full((len(v), states), torch.inf, device=v.device)
+    cost = torch.full((len(v), states), torch.inf, dtype=v.dtype, device=v.device)
     cost[:, 0] = 0
     back = []
     for t in range(v.shape[1]):
