@@ -61,7 +61,7 @@ def search(v: torch.Tensor, weight: torch.Tensor, levels: torch.Tensor, width: i
     """
     states, table, count = 2 ** history(width), levels[:, None], len(v)
     first = torch.arange(states, device=v.device)[:, None] << width
-    cost = torch.full((states, count), torch.inf, device=v.device)
+    cost = torch.full((states, count), torch.inf, dtype=v.dtype, device=v.device)
     cost[0] = 0
     back = []
     for x, mass in zip(v.T.contiguous(), weight.T.contiguous(), strict=True):

@@ -156,7 +156,7 @@ class Plan:
             if key:
                 shared[key] = struct.table
         self.buffers[f"{name}_runs"], side.runs = structs, structs
-        self._point(side, "tables", torch.cat(parts or [torch.zeros(16)]), f"{name}_tables")
+        self._point(side, "tables", torch.cat(parts or [torch.zeros(16, dtype=torch.float32)]), f"{name}_tables")
         counts = [sum(run.head < head for run in runs) for head in range(layout.heads + 1)]
         sizes = [sum(4 * r.width * len(r.units) * records for r in runs if r.head == h) for h in range(layout.heads)]
         self._point(side, "run_at", torch.tensor(counts, dtype=torch.int32), f"{name}_run_at")
@@ -181,7 +181,7 @@ def _angles(frequency: tuple[float, ...], gain: tuple[float, ...], rotating: int
     """`relative` and `turns` of native/layer.h; layers with the same frequencies share them."""
     frequencies = torch.tensor(frequency, dtype=torch.float64)
     angle = torch.arange(PAGE) * frequencies[:, None]
-    relative = torch.stack([angle.cos(), angle.sin()], dim=1) * torch.tensor(gain).double()[:, None, None]
+    relative = torch.stack([angle.cos(), angle.sin()], dim=1) * torch.tensor(gain, dtype=torch.float64)[:, None, None]
     places = torch.arange(_BASE) * _BASE ** torch.arange(_DIGITS)[:, None]
     turns = places[..., None] * frequencies[:rotating]
     return relative.float(), torch.stack([turns.cos(), turns.sin()], dim=2)
