@@ -8,6 +8,7 @@ from kvcalib.fit import grids
 from kvcalib.fit.feedback import fit_feedback
 from kvcalib.models.identity import identity
 from kvcalib.models.rotary import rotary
+from kvcalib.quant import trellis
 from kvcalib.quant.rope import make_rope, to_pre_rope
 from kvcalib.quant.spec import CacheSpec, Tables, TensorSpec
 
@@ -21,6 +22,7 @@ KEYS = {
     "identity": IDENTITY,
     "mixed": TensorSpec(5, "mixed", "static", rope="pre", outliers=0.01, rank="error"),
     "feedback": TensorSpec(3, "nuq", "static", rope="pre", outliers=0.01, rounding="feedback"),
+    "trellis": TensorSpec(5, "mixed", "static", rope="pre", outliers=0.01, rounding="trellis"),
 }
 VALUES = {
     "token": TensorSpec(4, "nuq", "token", scope="layer", outliers=0.02),
@@ -28,6 +30,7 @@ VALUES = {
     "fp8": TensorSpec(8, "fp8", "static"),
     "identity": IDENTITY,
     "norm": TensorSpec(4, "nuq", "norm", rotation="hadamard"),
+    "trellis": TensorSpec(5, "mixed", "norm", rotation="hadamard", rounding="trellis"),
 }
 
 
@@ -65,7 +68,11 @@ def _tables(x: torch.Tensor, spec: TensorSpec) -> Tables:
     tables = Tables(torch.zeros_like(largest), largest, _levels(spec).expand(books, -1).clone())
     if spec.ranks_by_error:
         tables = tables._replace(weight=largest.square())
-    if spec.rounding == "feedback":
+    if spec.rounding == "trellis":
+        draw = torch.Generator().manual_seed(0)
+        entries = trellis.table_offset(spec.bits + 1)
+        tables = tables._replace(trellis=(0.4 * torch.randn(entries, generator=draw)).bfloat16().float())
+    if spec.feeds_back:
         matrix, order, _ = fit_feedback(x.float() * torch.linspace(-1, 1, x.shape[-1]))
         tables = tables._replace(feedback=matrix, order=order)
     return tables._replace(widths=_widths(largest)) if spec.levels == "mixed" else tables

@@ -9,7 +9,7 @@ One safetensors file.
               layers.{i}.{key|value}.widths   uint8 [H, D]     only for levels="mixed": equal inside pairs and tiles
               layers.{i}.{key|value}.feedback bf16 [H, D, D]  where rounding feeds back: zero on and above the diagonal
               layers.{i}.{key|value}.order    int16 [H, D]     with feedback: rows are permutations of the channels
-              layers.{i}.{key|value}.trellis  bf16 [L]         for rounding="trellis": levels by window, see quant/trellis.py
+              layers.{i}.{key|value}.trellis  bf16 [L]         for rounding="trellis": by window, see quant/trellis.py
     metadata  format = "pt"
               kvcalib = JSON {version, spec, layers, model, calibration, settings, summary}
 

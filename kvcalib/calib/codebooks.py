@@ -74,7 +74,7 @@ def codebooks(
     """
     reader = files.Reader(Path(frames) / outliers.FILE, "outliers")
     layers = files.layers(reader)
-    specs, fits = {"key": spec.key, "value": spec.value}, {"key": key, "value": value}
+    specs, fits = {"key": _separate(spec.key), "value": _separate(spec.value)}, {"key": key, "value": value}
     sampled = [name for name, tensor_spec in specs.items() if _needs_sample(tensor_spec)]
     windows = _windows(Path(sample), reader.header) if sampled else []
     fitted, summary = {}, {}
@@ -90,12 +90,17 @@ def codebooks(
         def read(layer: int, name: str, tables: Tables, every: int) -> mixed.Points:
             sample = _read_sample(windows, layer, name, specs[name])
             x, grad = (t.unflatten(0, (-1, PAGE))[::every].flatten(0, 1) for t in sample)
-            return mixed.Points(*sample_points(x, grad, tables, specs[name], fits[name]))
+            return sample_points(x, grad, tables, specs[name], fits[name])
 
         fitted, summary = mixed.fit_mixed(read, fitted, spec, budget, progress)
     header = {**reader.header, "spec": spec.to_dict(), "sample_tokens": _tokens(windows)}
     files.save(Path(out) / FILE, _tensors(fitted), header)
     return {"fitted": sampled, "layers": summary}
+
+
+def _separate(spec: TensorSpec) -> TensorSpec:
+    """The format without its trellis, whose tables are made last, out of what the separate levels were fitted to."""
+    return replace(spec, rounding="feedback") if spec.rounding == "trellis" else spec
 
 
 def _frame(reader: files.Reader, layer: int, name: str, spec: TensorSpec) -> Tables:
@@ -114,7 +119,7 @@ def _tensors(fitted: dict[int, dict[str, Tables]]) -> dict[str, torch.Tensor]:
 
 
 def _needs_sample(spec: TensorSpec) -> bool:
-    return spec.levels in ("nuq", "mixed") or spec.ranks_by_error or spec.rounding == "feedback"
+    return spec.levels in ("nuq", "mixed") or spec.ranks_by_error or spec.feeds_back
 
 
 def fit_tables(
@@ -206,10 +211,8 @@ def weighted_points(
     return [(v[:, h][kept[:, h]].numpy(), weight[:, h][kept[:, h]].numpy()) for h in heads]
 
 
-def sample_points(
-    x: torch.Tensor, grad: torch.Tensor, tables: Tables, spec: TensorSpec, fit: Fit
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x and gradient [n, H, D] of whole pages -> v, weight, inlier mask [n, H, D]."""
+def sample_points(x: torch.Tensor, grad: torch.Tensor, tables: Tables, spec: TensorSpec, fit: Fit) -> mixed.Points:
+    """x and gradient [n, H, D] of whole pages."""
     pages, grads = (t.unflatten(0, (-1, PAGE)) for t in (x, rotate(grad, spec.rotation)))
     v, inlier, coded = codec.normalise(pages, spec, tables)
     step = ranges.factor(coded.step, spec, x.shape[-1])
@@ -222,7 +225,7 @@ def sample_points(
             grads, (tables.scale * step).expand_as(v), use_fisher=fit.fisher, use_range=fit.range_weight
         )
     kept = torch.ones_like(v, dtype=torch.bool) if inlier is None else inlier
-    return v.flatten(0, 1), weight.flatten(0, 1), kept.flatten(0, 1)
+    return mixed.Points(v.flatten(0, 1), weight.flatten(0, 1), kept.flatten(0, 1))
 
 
 def _fit_books(sets, bits: int, fit: Fit, bins: int, seed: int) -> tuple[torch.Tensor, dict]:

@@ -10,21 +10,21 @@ The budget is in true bits per element of a page: ranges, outliers, pointers and
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from kvcalib.calib import taps
 from kvcalib.errors import ConfigError
-from kvcalib.fit import kmeans
+from kvcalib.fit import kmeans, trellis
 from kvcalib.fit.allocate import allocate
 from kvcalib.fit.channels import refine
 from kvcalib.fit.levels import reassign, to_bf16_distinct
 from kvcalib.fit.moments import Moments, distortion, measure, pooled
 from kvcalib.quant import codebook
 from kvcalib.quant.page import TILE, PageLayout
-from kvcalib.quant.spec import PAGE, CacheSpec, Tables
+from kvcalib.quant.spec import PAGE, CacheSpec, Tables, TensorSpec
 
 _BINS = 384
 _STEPS = 100
@@ -33,8 +33,7 @@ _THIN = 2
 """Bits are allocated on every second page; levels are fitted to all."""
 
 
-@dataclass
-class Points:
+class Points(NamedTuple):
     """A sample as the levels see it: v and weight [n, H, D] float32, kept: the inliers."""
 
     v: torch.Tensor
@@ -67,20 +66,42 @@ def fit_mixed(
             moments = _measure(read(layer, name, tables, _THIN))
             if round_ > 0:
                 fitted[layer][name] = tables = tables._replace(levels=_fit_own(moments, tables))
-            damage[layer, name] = _unit_distortion(moments, tables, name)
+            gain = trellis.GAIN if getattr(spec, name).rounding == "trellis" else None
+            damage[layer, name] = _unit_distortion(moments, tables, name, gain)
         _set_widths(fitted, damage, spec, budget)
     for layer, name in progress(units, len(units), "levels of every width"):
-        fitted[layer][name] = _finish(read, layer, name, fitted[layer][name], getattr(spec, name).books)
+        fitted[layer][name] = _finish(
+            read(layer, name, fitted[layer][name], 1), fitted[layer][name], getattr(spec, name)
+        )
     return fitted, _summary(fitted, names)
 
 
-def _finish(read: Read, layer: int, name: str, tables: Tables, books: str) -> Tables:
+def _finish(points: Points, tables: Tables, spec: TensorSpec) -> Tables:
     """Tables with the levels that go with the final widths."""
-    points = read(layer, name, tables, 1)
-    tables = tables._replace(levels=_fit_own(_measure(points), tables))
-    if books == "channel":
+    moments = _measure(points)
+    tables = tables._replace(levels=_fit_own(moments, tables))
+    if spec.rounding == "trellis":
+        return tables._replace(trellis=_fit_trellis(points, moments, tables, spec.span))
+    if spec.books == "channel":
         return tables._replace(levels=refine(points.v, points.weight, points.kept, tables))
     return tables
+
+
+def _fit_trellis(points: Points, moments: Moments, tables: Tables, span: int) -> torch.Tensor:
+    """Tables of width 1, 2, ... end to end; a width that no channel has gets the table of all of them."""
+    v, weight, kept = (_spans(t.float(), span) for t in points)
+    widths, rows = tables.widths.flatten(), []
+    for width in range(1, _widest(tables) + 1):
+        own = widths == width if (widths == width).any() else torch.ones_like(widths, dtype=torch.bool)
+        sample = trellis.Sample(*(t[own].flatten(0, 1) for t in (v, weight, kept)))
+        separate = codebook.table_of(tables.levels, width)[0]
+        rows.append(trellis.fit_table(*pooled(moments, own.numpy()), separate, sample, width))
+    return torch.cat(rows)
+
+
+def _spans(x: torch.Tensor, span: int) -> torch.Tensor:
+    """[n, H, D] -> [H * D, n / span, span]."""
+    return x.flatten(1).T.unflatten(1, (-1, span)).contiguous()
 
 
 def _set_widths(fitted: dict, damage: dict, spec: CacheSpec, budget: float) -> None:
@@ -131,11 +152,12 @@ def _widest(tables: Tables) -> int:
     return (tables.levels.shape[1] + 2).bit_length() - 2
 
 
-def _unit_distortion(moments: Moments, tables: Tables, name: str) -> np.ndarray:
-    """float64 [H, units, widest], at each width in turn."""
+def _unit_distortion(moments: Moments, tables: Tables, name: str, gain: tuple | None) -> np.ndarray:
+    """float64 [H, units, widest], at each width in turn. gain: dB that come off at each width."""
     rows = (codebook.table_of(tables.levels, width)[0].double().numpy() for width in range(1, _widest(tables) + 1))
     channels = (torch.from_numpy(distortion(moments, row)).view(tables.zero.shape) for row in rows)
-    return torch.stack([_per_unit(channel, name) for channel in channels], dim=-1).numpy()
+    damage = torch.stack([_per_unit(channel, name) for channel in channels], dim=-1).numpy()
+    return damage if gain is None else damage * 10 ** (-np.array(gain[1 : damage.shape[-1] + 1]) / 10)
 
 
 def _per_unit(channel: torch.Tensor, name: str) -> torch.Tensor:

@@ -11,7 +11,8 @@ so that channel j, once the errors before it are known, is best rounded to the l
     wanted_j = u_j - sum_{i<j} U_ij e_i
 
 With a trellis (see `trellis`) the levels of a channel are not the nearest ones but those of the best path through the
-tokens; an outlier has no weight in it.
+tokens. Every token counts alike in it, relative to its own range, for those with small values are often attended to
+most; an outlier does not count.
 
 An outlier takes what it wants exactly: its correction also absorbs the errors before it. Codes, levels and pages stay
 what they are, so it takes no bits and costs nothing to read. (QuIP's LDLQ, arXiv 2307.13304, rounds weights this way
@@ -54,8 +55,8 @@ def encode(
             codes[:, j] = torch.searchsorted(edges[j], v)
             level = levels[j].gather(-1, codes[:, j])
         else:
-            weight = steps[:, j].square() if exact is None else torch.where(exact[:, j], 0.0, steps[:, j].square())
-            codes[:, j], level = _along_tokens(v, weight, widths[:, j], tables.trellis, span)
+            counts = torch.ones_like(v) if exact is None else (~exact[:, j]).float()
+            codes[:, j], level = _along_tokens(v, counts, widths[:, j], tables.trellis, span)
         coded = level * steps[:, j] + bases[:, j]
         error[:, j] = (coded if exact is None else torch.where(exact[:, j], wanted[:, j], coded)) - x[:, j]
     back = order.argsort(-1)

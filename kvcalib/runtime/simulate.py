@@ -9,16 +9,18 @@ i sees of token j:
                             fed C tokens at a time
 
 A text that grows over a change of its rotary frequencies is refused, as the real cache refuses it (frequencies.py).
-The quantised tensors come from the same pages as in the cache, so the stepwise simulation and the real cache agree
-to rounding.
+The quantised tensors are read back from the pages that the cache would hold, so the stepwise simulation and the real
+cache agree to rounding.
 """
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from kvcalib.artifact.schema import Artifact, LayerTables
-from kvcalib.quant.codec import simulate
-from kvcalib.quant.rope import Rope, to_post_rope, to_pre_rope
+from kvcalib.kernels import dispatch
+from kvcalib.quant.codec import dequantise
+from kvcalib.quant.page import PageLayout, read_page
+from kvcalib.quant.rope import Rope, to_post_rope
 from kvcalib.quant.spec import PAGE, CacheSpec
 from kvcalib.runtime.attention import Attachment, Handle, attach
 from kvcalib.runtime.frequencies import Frequencies
@@ -95,19 +97,30 @@ class SimulatedLayer(CacheLayerMixin, Handle):
 
     def _quantised(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Key and value [B, H, T, D] as they come back from pages; the sink stays exact."""
-        sink = self.spec.sink
-        key, value = self.key.transpose(1, 2), self.value.transpose(1, 2)  # [B, T, H, D]
-        positions = self.positions[:, sink:]
         if self.spec.key.rope == "pre":
             self.frequencies.check(self.positions)
-            pre = to_pre_rope(key[:, sink:], positions, self.rope)
-            coded = to_post_rope(simulate(pre, self.spec.key, self.tables.key), positions, self.rope)
-        else:
-            coded = simulate(key[:, sink:][..., self.rope.order], self.spec.key, self.tables.key)
-        coded = coded[..., self.rope.order.argsort()].to(key.dtype)
-        values = simulate(value[:, sink:], self.spec.value, self.tables.value).to(value.dtype)
-        key, value = torch.cat([key[:, :sink], coded], 1), torch.cat([value[:, :sink], values], 1)
-        return key.transpose(1, 2), value.transpose(1, 2)
+        rows = [self._row(*row) for row in zip(self.key, self.value, self.positions, strict=True)]
+        key, value = (torch.stack(parts) for parts in zip(*rows, strict=True))
+        return key, value
+
+    def _row(self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor):
+        """One row, [H, T, D] each: packed by the kernel that packs a real cache, and read back."""
+        sink, tokens = self.spec.sink, key.shape[1]
+        layout = PageLayout(self.spec, self.tables.key, self.tables.value)
+        slots = torch.arange(sink, sink + -(-(tokens - sink) // PAGE) * PAGE, device=key.device)
+        columns = slots.clamp_max(tokens - 1)  # copies of the last token fill the last page
+        counts = (tokens - slots[::PAGE]).clamp_max(PAGE)
+        tables = self.tables.key, self.tables.value, self.rope
+        pages = dispatch.pack(key, value, columns, positions[columns], counts, layout, *tables)
+        coded_key, coded_value, _ = read_page(pages, layout)
+        keys = dequantise(coded_key, self.spec.key, self.tables.key).flatten(0, 1)[: tokens - sink]
+        values = dequantise(coded_value, self.spec.value, self.tables.value).flatten(0, 1)[: tokens - sink]
+        keys = to_post_rope(keys, positions[sink:], self.rope) if self.spec.key.rope == "pre" else keys
+        keys = keys[..., self.rope.order.argsort()]
+        return tuple(
+            torch.cat([exact[:, :sink], coded.transpose(0, 1).to(exact.dtype)], 1)
+            for exact, coded in ((key, keys), (value, values))
+        )
 
 
 def stale_pairs(tokens: int, spec: CacheSpec, chunk: int | None, device=None) -> torch.Tensor:

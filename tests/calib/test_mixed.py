@@ -116,6 +116,16 @@ def joint_damage(artifact, folder, names) -> float:
     return total
 
 
+def test_a_trellis_costs_no_bits_and_lowers_the_damage(model, folder, tmp_path):
+    found = {}
+    for rounding in ("feedback", "trellis"):
+        key, value = (replace(spec, bits=6, rounding=rounding) for spec in (KEY, VALUE))
+        artifact = make(model, folder, tmp_path / rounding, CacheSpec(key, value, 0, SINK), 2.5)
+        found[rounding] = page_bits(artifact), joint_damage(artifact, folder, ["key", "value"])
+    assert found["trellis"][0] <= 2.5
+    assert found["trellis"][1] < 0.95 * found["feedback"][1]
+
+
 @pytest.mark.parametrize(("levels", "bits"), [("nuq", 3), ("uniform", 3)])
 def test_error_feedback_costs_no_bits_and_lowers_the_damage(model, folder, tmp_path, levels, bits):
     found = {}

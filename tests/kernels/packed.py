@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from kvcalib.fit import grids
+from kvcalib.fit.feedback import fit_feedback
 from kvcalib.kernels.packed import Packed
-from kvcalib.quant import ranges, rope, sparse
+from kvcalib.quant import ranges, rope, sparse, trellis
 from kvcalib.quant.codebook import decode
 from kvcalib.quant.codec import Coded, quantise
 from kvcalib.quant.page import TILE, PageLayout, read_page, write_page
@@ -45,10 +46,12 @@ def make_packed(key: TensorSpec, value: TensorSpec, shape: Shape, seed: int = 0)
     batch, capacity = len(shape.counts), max(shape.counts) + 1
     pages = torch.full((batch, capacity, layout.nbytes), 0xFF, dtype=torch.uint8)  # NaN wherever it is fp16
     for row, count in enumerate(shape.counts):
+        if count == 0:
+            continue
         x = torch.randn(count, PAGE, shape.heads, shape.dim, generator=g)
         y = torch.randn(count, PAGE, shape.heads, shape.value_dim, generator=g)
         tokens = torch.full((count,), PAGE, dtype=torch.int32)
-        if row == 0 and count:
+        if row == 0:
             tokens[-1] = shape.short
         first = shape.first + shape.sink + PAGE * torch.arange(count) + 7 * (torch.arange(count) > 1)  # with a gap
         coded = quantise(x, key, key_tables), quantise(y, value, value_tables)
@@ -78,7 +81,19 @@ def make_tables(spec: TensorSpec, heads: int, dim: int, g: torch.Generator) -> T
     tables = Tables(zero, scale, _levels(spec, spec.book_count(heads, dim), g))
     if spec.ranks_by_error:
         tables = tables._replace(weight=torch.rand(heads, dim, generator=g))
-    return tables._replace(widths=_widths(spec, heads, dim, g)) if spec.levels == "mixed" else tables
+    if spec.levels == "mixed":
+        tables = tables._replace(widths=_widths(spec, heads, dim, g))
+    if spec.rounding == "trellis":
+        entries = trellis.table_offset(spec.bits + 1)
+        levels = (torch.randperm(entries, generator=g) - entries // 2) / 64  # no two alike: equal ones would be ties
+        tables = tables._replace(trellis=levels)
+    return _with_feedback(tables, g) if spec.feeds_back else tables
+
+
+def _with_feedback(tables: Tables, g: torch.Generator) -> Tables:
+    common = 2 * torch.randn(500, tables.zero.shape[0], 1, generator=g)
+    matrix, order, weight = fit_feedback(torch.randn(500, *tables.zero.shape, generator=g) + common)
+    return tables._replace(feedback=matrix, order=order, weight=None if tables.weight is None else weight)
 
 
 def _levels(spec: TensorSpec, books: int, g: torch.Generator) -> torch.Tensor:
@@ -160,7 +175,8 @@ def _dequantise(coded: Coded, spec: TensorSpec, tables: Tables) -> torch.Tensor:
     if not spec.quantised:
         u = coded.codes.double()
     else:
-        u = decode(coded.codes, tables).double()
+        levels = decode(coded.codes, tables) if spec.span is None else trellis.decode(coded.codes, tables, spec.span)
+        u = levels.double()
         u = u if coded.step is None else u * ranges.expand(coded.step, spec, dim).double()
         u = u if coded.base is None else u + ranges.expand(coded.base, spec, dim).double()
     if coded.positions is not None:

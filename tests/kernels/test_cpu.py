@@ -11,6 +11,9 @@ from kvcalib.errors import ConfigError
 from kvcalib.kernels import dispatch, reference
 from kvcalib.kernels.cpu import build
 from kvcalib.kernels.cpu.attend import ISAS, attend, supported
+from kvcalib.kernels.packed import Packed
+from kvcalib.quant.codec import quantise
+from kvcalib.quant.page import PageLayout, write_page
 from kvcalib.quant.spec import TensorSpec
 from tests.kernels.packed import Shape, attend_exactly, make_packed
 
@@ -27,6 +30,13 @@ KEYS = {
     "mixed to 6": TensorSpec(6, "mixed", "static", rope="pre", outliers=0.01, rank="error"),
     "mixed, per channel": TensorSpec(5, "mixed", "static", rope="pre", books="channel"),
     "mixed, norm": TensorSpec(5, "mixed", "norm", rope="pre", outliers=0.01, rank="error", scope="head"),
+    "trellis": TensorSpec(6, "mixed", "static", rope="pre", outliers=0.01, rank="error", rounding="trellis"),
+    "trellis, post": TensorSpec(4, "mixed", "static", rope="post", rounding="trellis"),
+    "trellis, norm": TensorSpec(6, "mixed", "norm", rope="pre", scope="head", rounding="trellis"),
+    **{
+        f"trellis, group of {n}": TensorSpec(6, "mixed", "group", group=n, rope="pre", rounding="trellis")
+        for n in (8, 16, 32)
+    },
     **{f"group of {n}": TensorSpec(4, "uniform", "group", group=n, rope="pre", outliers=0.02) for n in (1, 8, 16, 32)},
     "group, per channel": TensorSpec(2, "nuq", "group", rope="pre", books="channel"),
     "token": TensorSpec(4, "uniform", "token", rope="post"),
@@ -48,6 +58,10 @@ VALUES = {
     "mixed": TensorSpec(5, "mixed", "norm", rotation="hadamard"),
     "mixed to 6": TensorSpec(6, "mixed", "norm", rotation="hadamard"),
     "mixed, per channel": TensorSpec(5, "mixed", "norm", books="channel", scope="head"),
+    "trellis": TensorSpec(6, "mixed", "norm", rotation="hadamard", outliers=0.01, rank="error", rounding="trellis"),
+    "trellis, static": TensorSpec(6, "mixed", "static", rounding="trellis"),
+    "trellis, token": TensorSpec(6, "mixed", "token", scope="head", rounding="trellis"),
+    "trellis, group": TensorSpec(6, "mixed", "group", group=8, rounding="trellis"),
     "identity": IDENTITY,
 }
 SHAPES = {
@@ -114,11 +128,32 @@ def test_every_shape(shape, isa):
     check(make_packed(KEY, VALUE, SHAPES[shape]), SHAPES[shape], isa)
 
 
-@pytest.mark.parametrize("key", ["mixed", "group of 8", "token, channels", "identity, pre"])
-@pytest.mark.parametrize("value", ["mixed", "channels 4", "group", "identity"])
+@pytest.mark.parametrize("key", ["mixed", "trellis", "group of 8", "token, channels", "identity, pre"])
+@pytest.mark.parametrize("value", ["mixed", "trellis", "channels 4", "group", "identity"])
 @pytest.mark.parametrize("shape", ["small", "many queries", "rows"])
 def test_combinations(key, value, shape):
     check(make_packed(KEYS[key], VALUES[value], SHAPES[shape]), SHAPES[shape], supported()[-1])
+
+
+@pytest.mark.parametrize("queries", [1, 40])
+@pytest.mark.parametrize("width", range(1, 7))
+def test_every_width_of_a_trellis(width, queries, isa):
+    shape = Shape(dim=64, value_dim=80, queries=queries)
+    check(_one_width(make_packed(KEYS["trellis"], VALUES["trellis"], shape), width, shape), shape, isa)
+
+
+def _one_width(packed: Packed, width: int, shape: Shape) -> Packed:
+    """The same layer with one width everywhere, and random codes: they decode however they came about."""
+    g = torch.Generator().manual_seed(5)
+    tables = [t._replace(widths=torch.full_like(t.widths, width)) for t in (packed.key_tables, packed.value_tables)]
+    layout = PageLayout(packed.layout.spec, *tables)
+    specs, dims = (layout.spec.key, layout.spec.value), (shape.dim, shape.value_dim)
+    codes = [
+        quantise(torch.randn(3, 32, 2, d, generator=g), *each) for d, *each in zip(dims, specs, tables, strict=True)
+    ]
+    codes = [c._replace(codes=torch.randint(0, 2**width, c.codes.shape, generator=g).to(torch.uint8)) for c in codes]
+    pages = write_page(*codes, torch.arange(3) * 32, layout)[None]
+    return packed._replace(pages=pages, layout=layout, key_tables=tables[0], value_tables=tables[1])
 
 
 @pytest.mark.parametrize("softcap", [0.5, 30.0])

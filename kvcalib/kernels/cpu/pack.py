@@ -27,9 +27,9 @@ _plans: "weakref.WeakKeyDictionary[PageLayout, PackPlan]" = weakref.WeakKeyDicti
 class CPackSide(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("range", "scope", "group", "outliers")),
-        *((name, c_int32) for name in ("by_error", "steps", "hadamard", "unused")),
+        *((name, c_int32) for name in ("by_error", "steps", "hadamard", "span", "bits", "unused")),
         *((name, c_void_p) for name in ("zero", "scale", "weight", "levels", "edges")),
-        *((name, c_void_p) for name in ("table", "entries", "feedback", "order")),
+        *((name, c_void_p) for name in ("table", "entries", "feedback", "order", "trellis", "widths")),
     ]
 
 
@@ -70,9 +70,13 @@ class PackPlan:
         side.hadamard = largest_power_of_two(dim) if spec.rotation == "hadamard" else 0
         if spec.ranks_by_error:
             self._point(side, "weight", tables.weight.float())
-        if spec.rounding == "feedback":
+        if spec.feeds_back:
             self._point(side, "feedback", tables.feedback.float())
             self._point(side, "order", tables.order.to(torch.int16))
+        if spec.span is not None:
+            side.span, side.bits = spec.span, spec.bits
+            self._point(side, "trellis", tables.trellis.float())
+            self._point(side, "widths", tables.widths.to(torch.uint8))
         self._levels(side, tables)
 
     def _levels(self, side: CPackSide, tables: Tables) -> None:

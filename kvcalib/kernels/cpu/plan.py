@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import torch
 
+from kvcalib.quant import trellis
 from kvcalib.quant.codebook import table_of
 from kvcalib.quant.page import TILE, PageLayout, Run
 from kvcalib.quant.rope import Rope
@@ -18,7 +19,7 @@ from kvcalib.quant.rotation import largest_power_of_two
 from kvcalib.quant.spec import PAGE, Tables
 
 _RANGES = {"static": 0, "group": 1, "token": 2, "norm": 2}
-_NARROW_BITS = 6
+_NARROW_BITS = _WIDE_BITS = 6
 _DIGITS, _BASE = 4, 64
 """Positions are written with four digits to base 64, each with its table of cos and sin."""
 
@@ -36,7 +37,7 @@ class CRun(Structure):
 class CSide(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("dim", "padded", "coded", "range", "group", "cells")),
-        *((name, c_int32) for name in ("folded", "channel_books", "narrow")),
+        *((name, c_int32) for name in ("folded", "channel_books", "narrow", "trellis")),
         ("center", c_float),
         *((f"{name}_at", c_int64) for name in ("step", "base", "corrections", "positions", "rows", "codes")),
         *((name, POINTER(c_float)) for name in ("zero", "scale", "tables")),
@@ -126,6 +127,7 @@ class Plan:
             self._point(side, frame, padded, f"{name}_{frame}")
         runs = _all_runs(name, layout, self.struct.rotating)
         if spec.quantised:
+            side.trellis = spec.rounding == "trellis"
             side.narrow = max(run.width for run in runs) <= _NARROW_BITS
             side.folded = name == "key" and side.range == 0 and side.narrow
             side.channel_books = name == "value" and spec.books == "channel"
@@ -141,11 +143,15 @@ class Plan:
             struct.rotates = name == "key" and run.units[0] < self.struct.rotating
             if not side.coded:
                 continue
-            key = _shared_table(run, layout.tensor_spec(name), side)
-            entries = max(16, 2**run.width)
+            bits = run.width + (trellis.history(run.width) if side.trellis else 0)
+            wide = side.trellis and bits == _WIDE_BITS
+            key = _shared_table(run, layout.tensor_spec(name), folded=side.folded and not wide)
+            entries = max(16, 2**bits)
             struct.table, struct.table_step = shared.get(key, end), 0 if key else entries
             if key not in shared:
                 parts.append(_entries(name, run, tables, None if key else side.folded, entries) - side.center)
+                if wide:
+                    parts[-1] = torch.cat([parts[-1], _bytes_of_bf16(parts[-1])])
                 end += parts[-1].numel()
             if key:
                 shared[key] = struct.table
@@ -194,9 +200,9 @@ def _all_runs(name: str, layout: PageLayout, rotating: int) -> list[Run]:
     return [Run(run.head, run.width, tuple(units)) for run, units in parts if units]
 
 
-def _shared_table(run: Run, spec, side: CSide) -> tuple | None:
+def _shared_table(run: Run, spec, *, folded: bool) -> tuple | None:
     """What runs that share one table have in common; None where every channel has its own."""
-    if side.folded or spec.books == "channel":
+    if folded or spec.books == "channel":
         return None
     return run.width, run.head if spec.books == "head" else 0
 
@@ -210,9 +216,21 @@ def _entries(name: str, run: Run, tables: Tables, folded: bool | None, entries: 
         channels = (torch.tensor(run.units)[:, None] + torch.tensor([0, dim // 2])).flatten()
     else:
         channels = (torch.tensor(run.units)[:, None] * TILE + torch.arange(TILE)).flatten().clamp_max(dim - 1)
-    levels = (tables.levels if tables.widths is None else table_of(tables.levels, run.width)).float().cpu()
+    levels = _levels(tables, run.width).float().cpu()
     own = levels[(run.head * dim + channels) * levels.shape[0] // (heads * dim)]
-    own = torch.cat([own, own[:, -1:].expand(-1, 2**run.width - own.shape[1])], dim=1)
+    own = torch.cat([own, own[:, -1:].expand(-1, 2 ** (own.shape[1] - 1).bit_length() - own.shape[1])], dim=1)
     if folded:
         own = own * tables.scale.cpu()[run.head, channels, None] + tables.zero.cpu()[run.head, channels, None]
     return own.repeat(1, entries // own.shape[1]).flatten()
+
+
+def _bytes_of_bf16(levels: torch.Tensor) -> torch.Tensor:
+    """The low bytes of all levels, then the high ones, as floats of the same bits: [n / 2]."""
+    return levels.bfloat16().view(torch.uint8).view(-1, 2).T.contiguous().flatten().view(torch.float32)
+
+
+def _levels(tables: Tables, width: int) -> torch.Tensor:
+    """[books, entries]: all levels that codes of one width can mean."""
+    if tables.trellis is not None:
+        return trellis.table_of(tables.trellis, width)[None]
+    return tables.levels if tables.widths is None else table_of(tables.levels, width)

@@ -36,28 +36,39 @@ struct RunOf {          // where a run is, and what it is multiplied with
   const float* table;
   const int32_t* units;
   int pairs;
-  const float *step, *base;   // per channel; unused where the tables hold the frame
+  const float *step, *base;   // per channel
   const float *relative, *query;
 };
 
 // Pairs of one run against NQ queries, for kHalves * 16 tokens.
-template <int W, int NQ, bool ranged>
+template <int W, bool trellis, int NQ, bool ranged>
 static void score_run(const RunOf in, Sums<NQ>& result) {
+  constexpr int bits = window_bits<W, trellis>;
   const uint8_t* record = in.record;
   const float* table = in.table;
+  Wide wide;
+  if constexpr (is_wide<W, trellis>) wide = wide_at(table);
   Sums<NQ> s = result;
   for (int j = 0; j < in.run.units; ++j, record += 4 * W, table += 2 * in.run.table_step) {
     const int c = in.units[j], d = c + in.pairs;
-    Table first = table_at<W>(table), second = table_at<W>(table + in.run.table_step);
     for (int h = 0; h < kHalves; ++h) __builtin_prefetch(record + in.next_page + h * in.half_bytes);
-    if constexpr (ranged) {
-      first = scaled<W>(first, in.step[c], in.base[c]);
-      second = scaled<W>(second, in.step[d], in.base[d]);
-    }
     Vec x[kHalves], y[kHalves];
-    for (int h = 0; h < kHalves; ++h) {
-      x[h] = pick_from<W>(codes<W, 0>(record + h * in.half_bytes), first.v);
-      y[h] = pick_from<W>(codes<W, 1>(record + h * in.half_bytes), second.v);
+    if constexpr (is_wide<W, trellis>) {
+      const Vec step[2] = {splat(in.step[c]), splat(in.step[d])}, base[2] = {splat(in.base[c]), splat(in.base[d])};
+      for (int h = 0; h < kHalves; ++h) {
+        x[h] = fma(pick_wide(windows<W, bits - W, 0>(record + h * in.half_bytes), wide), step[0], base[0]);
+        y[h] = fma(pick_wide(windows<W, bits - W, 1>(record + h * in.half_bytes), wide), step[1], base[1]);
+      }
+    } else {
+      Table first = table_at<bits>(table), second = table_at<bits>(table + in.run.table_step);
+      if constexpr (ranged) {
+        first = scaled<bits>(first, in.step[c], in.base[c]);
+        second = scaled<bits>(second, in.step[d], in.base[d]);
+      }
+      for (int h = 0; h < kHalves; ++h) {
+        x[h] = pick_from<bits>(windows<W, bits - W, 0>(record + h * in.half_bytes), first.v);
+        y[h] = pick_from<bits>(windows<W, bits - W, 1>(record + h * in.half_bytes), second.v);
+      }
     }
     if (in.run.rotates)
       for (int h = 0; h < kHalves; ++h) {
@@ -110,7 +121,7 @@ static void correct_scores(const uint8_t* page, const Layer& layer, int head, co
 }
 
 // query: quads [D] as seen from the start of the page -> scores [NQ, 32].
-template <int NQ, bool ranged>
+template <bool trellis, int NQ, bool ranged>
 static void decode_scores(const uint8_t* page, const Layer& layer, int head, const float* step, const float* base,
                           const float* query, float* scores, int64_t score_step) {
   const Side& key = layer.key;
@@ -127,7 +138,7 @@ static void decode_scores(const uint8_t* page, const Layer& layer, int head, con
       in.run = key.runs[r], in.table = key.tables + in.run.table;
       switch (in.run.width) {
 #define KV_CASE(W) \
-  case W: score_run<W, NQ, ranged>(in, sums); break;
+  case W: score_run<W, trellis, NQ, ranged>(in, sums); break;
         KV_CASE(1) KV_CASE(2) KV_CASE(3) KV_CASE(4) KV_CASE(5) KV_CASE(6)
 #undef KV_CASE
       }
@@ -151,17 +162,28 @@ static bool decodes_values(const Side& value, int heads) {
 }
 
 // One tile of 16 channels: out [NQ, 16] += weights [NQ, 32] @ levels.
-template <int W, int NQ>
+template <int W, bool trellis, int NQ>
 static void value_tiles(const uint8_t* record, int64_t next_page, const Run run, const float* table, const float* weights, float* out,
                         int padded) {
-  const Table levels = table_at<W>(table);
+  constexpr int bits = window_bits<W, trellis>;
+  Table levels;
+  Wide wide;
+  if constexpr (is_wide<W, trellis>) wide = wide_at(table);
+  else levels = table_at<bits>(table);
+  const auto level_of = [&](Codes c) {
+    if constexpr (is_wide<W, trellis>) return pick_wide(c, wide);
+    else return pick_from<bits>(c, levels.v);
+  };
   for (int tile = 0; tile < run.units; ++tile, out += kLanes) {
     Vec even[NQ], odd[NQ];
     for (int n = 0; n < NQ; ++n) even[n] = load(out + n * padded), odd[n] = splat(0.0f);
+    Codes window = no_codes();
     for (int t = 0; t < kPage; t += 2, record += 4 * W) {
       __builtin_prefetch(record + next_page);
-      const Vec x = pick_from<W>(codes<W, 0>(record), levels.v);
-      const Vec y = pick_from<W>(codes<W, 1>(record), levels.v);
+      window = next_windows<W, bits - W, 0>(record, window);
+      const Vec x = level_of(window);
+      window = next_windows<W, bits - W, 1>(record, window);
+      const Vec y = level_of(window);
       for (int n = 0; n < NQ; ++n) {
         even[n] = fma(splat(weights[n * kPage + t]), x, even[n]);
         odd[n] = fma(splat(weights[n * kPage + t + 1]), y, odd[n]);
@@ -214,7 +236,7 @@ static void fold_quads(float* quads, int padded, float* out) {
 }
 
 // out [NQ, padded] += weights [NQ, 32] @ values, offset [NQ] += weights @ base of every token. work: 32 * NQ floats.
-template <int NQ>
+template <bool trellis, int NQ>
 static void decode_values(const uint8_t* page, const Layer& layer, int head, const float* weights, int64_t weight_step,
                           float* work, float* out, float* offset, float* quads) {
   const Side& value = layer.value;
@@ -237,7 +259,7 @@ static void decode_values(const uint8_t* page, const Layer& layer, int head, con
     const float* table = value.tables + run.table;
     switch (run.width) {
 #define KV_CASE(W) \
-  case W: value_tiles<W, NQ>(record, layer.page_bytes, run, table, work, to, padded); break;
+  case W: value_tiles<W, trellis, NQ>(record, layer.page_bytes, run, table, work, to, padded); break;
       KV_CASE(1) KV_CASE(2) KV_CASE(3) KV_CASE(4) KV_CASE(5) KV_CASE(6)
 #undef KV_CASE
     }

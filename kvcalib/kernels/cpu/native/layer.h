@@ -5,6 +5,8 @@
 #pragma once
 #include <cstdint>
 
+#include "history.h"
+
 enum : int { kPage = 32, kLanes = 16 };
 
 enum Range : int32_t { kStatic = 0, kGroup = 1, kToken = 2 };
@@ -27,14 +29,16 @@ struct Side {
   int32_t range;         // Range
   int32_t group;         // kGroup: tokens of a cell; kToken: channels of a cell, 0 for the whole head
   int32_t cells;         // kToken: cells of one token, all heads: 1, H or H * D / group
-  int32_t folded;        // tables hold level * scale + zero of their channel
+  int32_t folded;        // tables hold level * scale + zero of their channel; but see is_wide
   int32_t channel_books; // values: one table per channel, 16 of a tile side by side
   int32_t narrow;        // no width above 6
+  int32_t trellis;       // tables are looked up by window: a code and the bits of the stream before it
   float center;          // values: tables hold level - center, so that large levels and bases do not cancel
   int64_t step_at, base_at, corrections_at, positions_at, rows_at, codes_at;
   const float* zero;     // [H, padded]
   const float* scale;    // [H, padded]
-  const float* tables;   // entries of one table: 16 (width <= 4, repeated to fill them) or 2**width
+  const float* tables;   // entries of one table: 2**bits that choose a level, repeated to fill 16; after the 64 of a
+                         // trellis stand their bf16 once more, the low bytes of all and then the high ones
   const Run* runs;           // runs of head h: run_at[h] .. run_at[h + 1]
   const int32_t* run_at;     // [H + 1]
   const int32_t* units;      // [H, units]: the pair or tile that is stored there

@@ -13,6 +13,7 @@
 
 #include "half.h"
 #include "layer.h"
+#include "viterbi.h"
 #if KV_ISA == 512
 #define KV_NAME(prefix) prefix##_avx512
 #elif KV_ISA == 2
@@ -51,19 +52,19 @@ void put_half(uint8_t* p, float x) {
 // Memory for one tensor of one page.
 struct Arena {
   float *u, *score, *wanted, *error;
-  uint8_t *codes, *outlier;
+  uint8_t *codes, *outlier, *windows;   // windows: of a trellis, where there is one
   float *step, *base;          // what is stored, rounded to fp16, per element [H, D, 32]
   uint32_t* ranked;
 };
 
-int64_t arena_bytes(int64_t elements) { return elements * (7 * 4 + 2) + 256; }
+int64_t arena_bytes(int64_t elements) { return elements * (7 * 4 + 3) + 256; }
 
 Arena cut(uint8_t* p, int64_t elements) {
   Arena a;
   float** const floats[] = {&a.u, &a.score, &a.wanted, &a.error, &a.step, &a.base};
   for (float** f : floats) *f = reinterpret_cast<float*>(p), p += elements * 4;
   a.ranked = reinterpret_cast<uint32_t*>(p), p += elements * 4;
-  a.codes = p, a.outlier = p + elements;
+  a.codes = p, a.outlier = p + elements, a.windows = p + 2 * elements;
   return a;
 }
 
@@ -270,8 +271,12 @@ void to_range(const PackSide& pack, const Arena& a, const float* u, int64_t at, 
 }
 
 // u' of one channel: what its codes come back as.
-void from_codes(const PackSide& pack, const Arena& a, const float* levels, int64_t at, float* x) {
-  for (int t = 0; t < kPage; ++t) x[t] = levels[a.codes[at + t]];
+void from_codes(const PackSide& pack, const Arena& a, int64_t channel, float* x) {
+  const int64_t at = channel * kPage;
+  const float* levels = pack.trellis ? pack.trellis + trellis_table_at(pack.widths[channel])
+                                     : pack.levels + pack.table[channel];
+  const uint8_t* index = (pack.trellis ? a.windows : a.codes) + at;
+  for (int t = 0; t < kPage; ++t) x[t] = levels[index[t]];
   if (pack.range == kPackStatic) return;
   for (int t = 0; t < kPage; ++t) x[t] = x[t] * a.step[at + t];
   if (pack.range != kPackNorm)
@@ -293,8 +298,37 @@ void encode_nearest(const PackSide& pack, int64_t channels, const Arena& a) {
   }
 }
 
+#define KV_EACH_TRELLIS KV_CASE(1) KV_CASE(2) KV_CASE(3) KV_CASE(4) KV_CASE(5) KV_CASE(6)
+
+struct OrderedTables {
+  float of[7][64];             // by width, see viterbi.h
+};
+void order_tables(const PackSide& pack, OrderedTables& tables) {
+#define KV_CASE(W) \
+  if (W <= pack.bits) order_levels<W>(pack.trellis + trellis_table_at(W), tables.of[W]);
+  KV_EACH_TRELLIS
+#undef KV_CASE
+}
+
+// Codes and windows of channel c. An outlier is exact whatever its level is, so it has no weight.
+void encode_path(const PackSide& pack, const Arena& a, const OrderedTables& tables, int64_t c, const float* v) {
+  const int64_t at = c * kPage;
+  const int width = pack.widths[c];
+  float weight[kPage];
+  for (int t = 0; t < kPage; ++t) weight[t] = pack.outliers && a.outlier[at + t] ? 0.0f : 1.0f;
+  switch (width) {
+#define KV_CASE(W) \
+  case W: best_path<W>(tables.of[W], v, weight, pack.span, a.windows + at); break;
+    KV_EACH_TRELLIS
+#undef KV_CASE
+  }
+  for (int t = 0; t < kPage; ++t) a.codes[at + t] = a.windows[at + t] >> history_of(width);
+}
+
 // quant/feedback.py: every channel is rounded to what makes up for the errors before it.
 void encode_feedback(const PackSide& pack, int heads, int dim, const Arena& a) {
+  OrderedTables tables;
+  if (pack.trellis) order_tables(pack, tables);
   for (int head = 0; head < heads; ++head) {
     const float* matrix = pack.feedback + static_cast<int64_t>(head) * dim * dim;
     const int16_t* order = pack.order + static_cast<int64_t>(head) * dim;
@@ -308,8 +342,9 @@ void encode_feedback(const PackSide& pack, int heads, int dim, const Arena& a) {
       }
       for (int t = 0; t < kPage; ++t) a.wanted[at + t] = a.u[at + t] - made_up[t];
       to_range(pack, a, a.wanted + at, at, v);
-      encode_channel(v, pack.edges + pack.table[c], pack.entries[c] - 1, a.codes + at);
-      from_codes(pack, a, pack.levels + pack.table[c], at, coded);
+      if (pack.trellis) encode_path(pack, a, tables, c, v);
+      else encode_channel(v, pack.edges + pack.table[c], pack.entries[c] - 1, a.codes + at);
+      from_codes(pack, a, c, coded);
       for (int t = 0; t < kPage; ++t) {
         const bool exact = pack.outliers && a.outlier[at + t];
         error[j * kPage + t] = (exact ? a.wanted[at + t] : coded[t]) - a.u[at + t];
@@ -331,7 +366,7 @@ void write_outliers(const Layer& layer, const Side& side, const PackSide& pack, 
     bool read = false;
     for (int t = 0; t < kPage; ++t) {
       if (!a.outlier[c * kPage + t]) continue;
-      if (!read) from_codes(pack, a, pack.levels + pack.table[c], c * kPage, coded), read = true;
+      if (!read) from_codes(pack, a, c, coded), read = true;
       const uint16_t position = static_cast<uint16_t>(channel * kPage + t);
       put_half(page + side.corrections_at + 2 * rank, wanted[c * kPage + t] - coded[t]);
       std::memcpy(page + side.positions_at + 2 * rank, &position, 2);

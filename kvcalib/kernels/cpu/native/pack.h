@@ -12,7 +12,8 @@ struct PackSide {
   int32_t by_error;            // outliers rank by error
   int32_t steps;               // uniform levels: their number - 1; else 0
   int32_t hadamard;            // size of the blocks that rotate, 0 for none
-  int32_t unused;
+  int32_t span;                // tokens that a trellis connects
+  int32_t bits, unused;        // bits: the widest width of a trellis
   const float *zero, *scale, *weight;
   const float* levels;         // tables end to end
   const float* edges;          // halfway between a level and the next, at the index of the lower one
@@ -20,6 +21,8 @@ struct PackSide {
   const int32_t* entries;      // [H, D]: its levels
   const float* feedback;       // [H, D, D], or null
   const int16_t* order;        // [H, D]
+  const float* trellis;        // tables of width 1, 2, ... end to end, or null: levels stand alone
+  const uint8_t* widths;       // [H, D], with trellis
 };
 
 struct Pack {

@@ -15,7 +15,7 @@ struct Affine {
 };
 
 enum class Mode {
-  kNone,      // the table says it all
+  kNone,      // the table says it all, but for the frame of keys where it is wide
   kChannel,   // keys: step, base [2 halves, D], frame included
   kToken,     // keys: step, base [cells, 32]; values: [32, tiles]; both before the frame
   kElement,   // keys: step, base [D, 32], frame included; values: [32, padded]
@@ -34,22 +34,28 @@ KV_INLINE Vec key_of(Vec level, const Affine& a, int channel, int half, int dim)
   return fma(level, load(a.step + at), load(a.base + at));
 }
 
-template <int W, Mode mode>
+template <int W, bool trellis, Mode mode>
 static void key_run(const uint8_t* record, const Run run, const float* table, const int32_t* units, int half, int dim,
                     const Affine affine, float* tile) {
+  constexpr int bits = window_bits<W, trellis>;
+  const auto x_of = [&](Codes window, const float* levels, int channel) {
+    if constexpr (!is_wide<W, trellis>) return key_of<mode>(look_up<bits>(window, levels), affine, channel, half, dim);
+    const Vec level = pick_wide(window, wide_at(levels));
+    if constexpr (mode != Mode::kNone) return key_of<mode>(level, affine, channel, half, dim);
+    return fma(level, splat(affine.scale[channel]), splat(affine.zero[channel]));
+  };
   for (int j = 0; j < run.units; ++j, record += 4 * W, table += 2 * run.table_step) {
     const int c = units[j], d = c + dim / 2;
-    const Vec x = look_up<W>(codes<W, 0>(record), table);
-    const Vec y = look_up<W>(codes<W, 1>(record), table + run.table_step);
-    store(tile + c * kPage + half * kLanes, key_of<mode>(x, affine, c, half, dim));
-    store(tile + d * kPage + half * kLanes, key_of<mode>(y, affine, d, half, dim));
+    const Vec x = x_of(windows<W, bits - W, 0>(record), table, c);
+    const Vec y = x_of(windows<W, bits - W, 1>(record), table + run.table_step, d);
+    store(tile + c * kPage + half * kLanes, x), store(tile + d * kPage + half * kLanes, y);
   }
 }
 
 #define KV_EACH_WIDTH KV_CASE(1) KV_CASE(2) KV_CASE(3) KV_CASE(4) KV_CASE(5) KV_CASE(6) KV_CASE(7) KV_CASE(8)
 
-template <Mode mode>
-static void key_codes(const uint8_t* page, const Side& side, int head, const Affine& affine, float* tile) {
+template <bool trellis, Mode mode>
+static void key_codes_of(const uint8_t* page, const Side& side, int head, const Affine& affine, float* tile) {
   const uint8_t* record = page + side.codes_at + side.head_at[head];
   for (int half = 0; half < 2; ++half) {
     const int32_t* units = side.units + static_cast<int64_t>(head) * (side.dim / 2);
@@ -57,13 +63,19 @@ static void key_codes(const uint8_t* page, const Side& side, int head, const Aff
       const Run run = side.runs[r];
       switch (run.width) {
 #define KV_CASE(W) \
-  case W: key_run<W, mode>(record, run, side.tables + run.table, units, half, side.dim, affine, tile); break;
+  case W: key_run<W, trellis, mode>(record, run, side.tables + run.table, units, half, side.dim, affine, tile); break;
         KV_EACH_WIDTH
 #undef KV_CASE
       }
       record += 4 * run.width * run.units, units += run.units;
     }
   }
+}
+
+template <Mode mode>
+static void key_codes(const uint8_t* page, const Side& side, int head, const Affine& affine, float* tile) {
+  if (side.trellis) key_codes_of<true, mode>(page, side, head, affine, tile);
+  else key_codes_of<false, mode>(page, side, head, affine, tile);
 }
 
 // n halves -> floats, without reading past them.
@@ -159,7 +171,7 @@ static void key_tile(const uint8_t* page, const Layer& layer, int head, float* w
     else __builtin_memset(base, 0, own * kPage * sizeof(float));
     key_codes<Mode::kToken>(page, side, head, {step, base, scale, zero, own == 1 ? side.dim : side.group}, tile);
   } else if (side.folded) {
-    key_codes<Mode::kNone>(page, side, head, {}, tile);
+    key_codes<Mode::kNone>(page, side, head, {nullptr, nullptr, scale, zero, 0}, tile);
   } else {
     __builtin_memcpy(work, scale, side.dim * sizeof(float));
     __builtin_memcpy(work + side.dim, scale, side.dim * sizeof(float));
@@ -181,22 +193,31 @@ KV_INLINE Vec value_of(Vec level, const Affine& a, int token, int tile, int padd
   return fma(level, load(a.step + at), load(a.base + at));
 }
 
-template <int W, Mode mode, bool own_tables>
+enum class Books { kShared, kTrellis, kOwn };  // kOwn: one table per channel
+
+template <int W, Mode mode, Books books>
 static void value_run(const uint8_t* record, const Run run, const float* table, int first, int padded,
                       const Affine affine, float* out) {
+  constexpr int bits = window_bits<W, books == Books::kTrellis>;
   constexpr int entries = W <= 4 ? 16 : 1 << W;
   for (int tile = first; tile < first + run.units; ++tile, table += kLanes * run.table_step) {
+    const auto level_of = [&](Codes c) {
+      if constexpr (books == Books::kOwn) return look_up_own<W>(c, table, entries);
+      else if constexpr (is_wide<W, books == Books::kTrellis>) return pick_wide(c, wide_at(table));
+      else return look_up<bits>(c, table);
+    };
+    Codes b = no_codes();
     for (int t = 0; t < kPage; t += 2, record += 4 * W) {
-      const Codes a = codes<W, 0>(record), b = codes<W, 1>(record);
-      const Vec x = own_tables ? look_up_own<W>(a, table, entries) : look_up<W>(a, table);
-      const Vec y = own_tables ? look_up_own<W>(b, table, entries) : look_up<W>(b, table);
+      const Codes a = next_windows<W, bits - W, 0>(record, b);
+      b = next_windows<W, bits - W, 1>(record, a);
+      const Vec x = level_of(a), y = level_of(b);
       store(out + t * padded + tile * kLanes, value_of<mode>(x, affine, t, tile, padded));
       store(out + (t + 1) * padded + tile * kLanes, value_of<mode>(y, affine, t + 1, tile, padded));
     }
   }
 }
 
-template <Mode mode, bool own_tables>
+template <Mode mode, Books books>
 static void value_runs(const uint8_t* page, const Side& side, int head, const Affine& affine, float* out) {
   const uint8_t* record = page + side.codes_at + side.head_at[head];
   int first = 0;
@@ -204,7 +225,7 @@ static void value_runs(const uint8_t* page, const Side& side, int head, const Af
     const Run run = side.runs[r];
     switch (run.width) {
 #define KV_CASE(W) \
-  case W: value_run<W, mode, own_tables>(record, run, side.tables + run.table, first, side.padded, affine, out); break;
+  case W: value_run<W, mode, books>(record, run, side.tables + run.table, first, side.padded, affine, out); break;
       KV_EACH_WIDTH
 #undef KV_CASE
     }
@@ -214,8 +235,9 @@ static void value_runs(const uint8_t* page, const Side& side, int head, const Af
 
 template <Mode mode>
 static void value_codes(const uint8_t* page, const Side& side, int head, const Affine& affine, float* out) {
-  if (side.channel_books) value_runs<mode, true>(page, side, head, affine, out);
-  else value_runs<mode, false>(page, side, head, affine, out);
+  if (side.trellis) value_runs<mode, Books::kTrellis>(page, side, head, affine, out);
+  else if (side.channel_books) value_runs<mode, Books::kOwn>(page, side, head, affine, out);
+  else value_runs<mode, Books::kShared>(page, side, head, affine, out);
 }
 
 // Steps and bases of every element, [32, padded]: groups of tokens, or cells that do not cover whole tiles.

@@ -28,35 +28,40 @@ static void hide_scores(const Work& w, int used, const uint8_t* visible, int64_t
   }
 }
 
-template <int NQ>
+template <bool trellis, int NQ>
 static void decode_scores_with(const Work& w, const uint8_t* page, const float* query, float* scores) {
   const Layer& layer = w.layer;
   const int head = static_cast<int>(w.head), dim = layer.key.dim;
   float *step = w.s.work, *base = w.s.work + kPage * dim;
   if (layer.key.range == kGroup) {
     key_groups(page, layer.key, layer, head, step, base);
-    decode_scores<NQ, true>(page, layer, head, step, base, query, scores, w.s.score_step);
+    decode_scores<trellis, NQ, true>(page, layer, head, step, base, query, scores, w.s.score_step);
   } else {
-    decode_scores<NQ, false>(page, layer, head, nullptr, nullptr, query, scores, w.s.score_step);
+    const int64_t at = static_cast<int64_t>(head) * layer.key.padded;
+    decode_scores<trellis, NQ, false>(page, layer, head, layer.key.scale + at, layer.key.zero + at, query, scores,
+                                      w.s.score_step);
   }
 }
 
-#define KV_BY_QUERIES(call)            \
-  switch (w.count) {                   \
-    case 1: return call<1> KV_ARGUMENTS; \
-    case 2: return call<2> KV_ARGUMENTS; \
-    case 3: return call<3> KV_ARGUMENTS; \
-    case 4: return call<4> KV_ARGUMENTS; \
+#define KV_BY_QUERIES(call, ...)                         \
+  switch (w.count) {                                     \
+    case 1: return call<__VA_ARGS__ 1> KV_ARGUMENTS;     \
+    case 2: return call<__VA_ARGS__ 2> KV_ARGUMENTS;     \
+    case 3: return call<__VA_ARGS__ 3> KV_ARGUMENTS;     \
+    case 4: return call<__VA_ARGS__ 4> KV_ARGUMENTS;     \
   }
+#define KV_BY_ROUNDING(side, call)                   \
+  if (w.layer.side.trellis) KV_BY_QUERIES(call, true, ) \
+  else KV_BY_QUERIES(call, false, )
 static void decode_scores_of(const Work& w, const uint8_t* page, const float* query, float* scores) {
 #define KV_ARGUMENTS (w, page, query, scores)
-  KV_BY_QUERIES(decode_scores_with)
+  KV_BY_ROUNDING(key, decode_scores_with)
 #undef KV_ARGUMENTS
 }
 static void decode_values_of(const Work& w, const uint8_t* page, const float* weights) {
 #define KV_ARGUMENTS \
   (page, w.layer, static_cast<int>(w.head), weights, w.s.score_step, w.s.work, w.out, w.s.offset, w.s.quads)
-  KV_BY_QUERIES(decode_values)
+  KV_BY_ROUNDING(value, decode_values)
 #undef KV_ARGUMENTS
 }
 static void fold_quads_of(const Work& w) {

@@ -120,6 +120,52 @@ KV_INLINE Codes codes(const uint8_t* record) {
   return {eight_codes<W, 16 * half>(record), eight_codes<W, 16 * half + 8>(record)};
 }
 
+KV_INLINE Codes no_codes() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+
+// Windows `first` .. first + n - 1 of a record, n = 4 or 8, in the low lanes: codes above H bits of the stream before
+// them, which begins with zeros every 16 codes.
+template <int W, int H, int first, int n>
+KV_INLINE __m256i some_windows(const uint8_t* record) {
+  constexpr int last = 4 * W - 4, start = first * W - (first % 16 ? H : 0);
+  constexpr int byte = start / 8 < last ? start / 8 : last, bit = start - 8 * byte;
+  constexpr int missing = first % 16 ? 0 : H;  // zeros to put below
+  static_assert(missing == 0 || bit == 0 || bit >= missing, "a stream begins at a byte");
+  static_assert((missing ? (bit ? bit : missing) : bit + H) + n * W <= 32, "one word covers them");
+  int32_t word;
+  __builtin_memcpy(&word, record + byte, 4);
+  if (missing && bit) word &= static_cast<int32_t>(~0u << bit);
+  if (missing && !bit) word = static_cast<int32_t>(static_cast<uint32_t>(word) << missing);
+  constexpr int from = missing && bit ? bit - missing : bit;
+  const __m256i shift = _mm256_setr_epi32(from, from + W, from + 2 * W, from + 3 * W, from + 4 * W, from + 5 * W,
+                                          from + 6 * W, from + 7 * W);
+  return _mm256_srlv_epi32(_mm256_set1_epi32(word), shift);
+}
+template <int W, int H, int first>
+KV_INLINE __m256i eight_windows(const uint8_t* record) {
+  if constexpr (8 * W + H <= 26) return some_windows<W, H, first, 8>(record);
+  const __m256i low = some_windows<W, H, first, 4>(record), high = some_windows<W, H, first + 4, 4>(record);
+  return _mm256_inserti128_si256(low, _mm256_castsi256_si128(high), 1);
+}
+// The 16 codes of one half (0, 1) of a record with the H bits of the stream before each of them below it.
+template <int W, int H, int half>
+KV_INLINE Codes windows(const uint8_t* record) {
+  if constexpr (H == 0) return codes<W, half>(record);
+  else return {eight_windows<W, H, 16 * half>(record), eight_windows<W, H, 16 * half + 8>(record)};
+}
+
+// Codes with the H bits of each lane's own stream below them: `before` are the windows of the token before.
+template <int W, int H>
+KV_INLINE __m256i next_eight(__m256i code, __m256i before) {
+  const __m256i history = _mm256_and_si256(_mm256_srli_epi32(before, W), _mm256_set1_epi32((1 << H) - 1));
+  return _mm256_or_si256(_mm256_slli_epi32(code, H), history);
+}
+template <int W, int H, int half>
+KV_INLINE Codes next_windows(const uint8_t* record, Codes before) {
+  const Codes c = codes<W, half>(record);
+  if constexpr (H == 0) return c;
+  else return {next_eight<W, H>(c.a, before.a), next_eight<W, H>(c.b, before.b)};
+}
+
 KV_INLINE __m256 pick(__m256 low, __m256 high, __m256i code, int bit) {
   return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(code, 31 - bit)));
 }
@@ -149,6 +195,15 @@ KV_INLINE Vec look_up(Codes c, const float* table) {
   const __m256i mask = _mm256_set1_epi32((1 << W) - 1);
   return {_mm256_i32gather_ps(table, _mm256_and_si256(c.a, mask), 4),
           _mm256_i32gather_ps(table, _mm256_and_si256(c.b, mask), 4)};
+}
+// A table of 64 levels that all channels share.
+struct Wide {
+  const float* table;
+};
+KV_INLINE Wide wide_at(const float* table) { return {table}; }
+KV_INLINE Vec pick_wide(Codes c, Wide wide) {
+  const Vec entries[4] = {load(wide.table), load(wide.table + 16), load(wide.table + 32), load(wide.table + 48)};
+  return pick_from<6>(c, entries);
 }
 KV_INLINE void transpose_eight(__m256& a, __m256& b, __m256& c, __m256& d) {
   const __m256d ab = _mm256_castps_pd(_mm256_unpacklo_ps(a, b)), ab2 = _mm256_castps_pd(_mm256_unpackhi_ps(a, b));

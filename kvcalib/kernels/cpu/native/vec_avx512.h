@@ -85,6 +85,83 @@ KV_INLINE Codes codes(const uint8_t* record) {
   }
 }
 
+KV_INLINE Codes no_codes() { return _mm512_setzero_si512(); }
+
+// For multishift: the same place for all bytes of a lane.
+KV_INLINE __m512i bytes_from(int first, int step, int high_first) {
+  const __m512i low_bits = _mm512_and_si512(lanes_from(first, step, high_first), _mm512_set1_epi32(63));
+  return _mm512_mullo_epi32(low_bits, _mm512_set1_epi32(0x01010101));
+}
+
+// The same with the H bits of the stream before each code below it; before the first code there are zeros. All bytes of
+// a lane hold its window where W + H = 6.
+template <int W, int H, int half>
+KV_INLINE Codes windows(const uint8_t* record) {
+  const uint8_t* p = record + half * 2 * W;
+  if constexpr (H == 0 && W < 6) {
+    return codes<W, half>(record);
+  } else if constexpr (W <= 2 && W + H < 6) {
+    int32_t word = 0;
+    __builtin_memcpy(&word, p, 2 * W);
+    const __m512i all = _mm512_set1_epi32(word);  // the zeros have room before the first eight codes alone
+    return _mm512_srlv_epi32(_mm512_mask_slli_epi32(all, 0x00FF, all, H), lanes_from(0, W, 8 * W - H));
+  } else if constexpr (W <= 2) {
+    uint64_t word = 0;
+    __builtin_memcpy(&word, p, 2 * W);
+    return _mm512_multishift_epi64_epi8(bytes_from(0, W, 8 * W), _mm512_set1_epi64(word << H));
+  } else if constexpr (W == 3) {
+    const __m512i word = _mm512_broadcastq_epi64(low8(record + half * 4));
+    if constexpr (half == 0)
+      return _mm512_multishift_epi64_epi8(bytes_from(0, W, 8 * W), _mm512_slli_epi64(word, H));
+    const __m512i own = _mm512_and_si512(word, _mm512_set1_epi64(~int64_t{0xFFFF}));
+    return _mm512_multishift_epi64_epi8(bytes_from(16 - H, W, 16 - H + 8 * W), own);
+  } else {
+    __m512i both = _mm512_broadcastq_epi64(low8(p));
+    if constexpr (W > 4) both = _mm512_mask_broadcastq_epi64(both, 0xF0, low8(p + 2 * W - 8));
+    both = _mm512_mask_slli_epi64(both, 0x0F, both, H);
+    return _mm512_multishift_epi64_epi8(bytes_from(0, W, 64 - 8 * W - H), both);
+  }
+}
+
+// Codes with the H bits of each lane's own stream below them: `before` are the windows of the token before.
+template <int W, int H, int half>
+KV_INLINE Codes next_windows(const uint8_t* record, Codes before) {
+  const uint8_t* p = record + half * 2 * W;
+  if constexpr (H == 0) {
+    return windows<W, 0, half>(record);
+  } else {
+    __m512i above;  // every code H bits up, with anything below
+    if constexpr (W <= 2) {
+      int64_t word = 0;
+      __builtin_memcpy(&word, p, 2 * W);
+      if constexpr (W + H < 6)
+        above = _mm512_rorv_epi32(_mm512_set1_epi32(static_cast<int32_t>(word)), lanes_from(-H, W, 8 * W - H));
+      else above = _mm512_multishift_epi64_epi8(bytes_from(-H, W, 8 * W - H), _mm512_set1_epi64(word));
+    } else if constexpr (W == 3) {
+      const __m512i word = _mm512_broadcastq_epi64(low8(record + half * 4));
+      above = _mm512_multishift_epi64_epi8(bytes_from(16 * half - H, W, 16 * half + 8 * W - H), word);
+    } else {
+      __m512i both = _mm512_broadcastq_epi64(low8(p));
+      if constexpr (W > 4) both = _mm512_mask_broadcastq_epi64(both, 0xF0, low8(p + 2 * W - 8));
+      above = _mm512_multishift_epi64_epi8(bytes_from(-H, W, 64 - 8 * W - H), both);
+    }
+    constexpr int history = ((1 << H) - 1) * 0x01010101, choose = 0xCA;  // a ? b : c, bit by bit
+    return _mm512_ternarylogic_epi32(_mm512_set1_epi32(history), _mm512_srli_epi32(before, W), above, choose);
+  }
+}
+
+// 64 levels that are exact in bf16: their low bytes and their high bytes. See Side::tables.
+struct Wide {
+  __m512i low, high;
+};
+KV_INLINE Wide wide_at(const float* table) {
+  return {_mm512_loadu_si512(table + 64), _mm512_loadu_si512(table + 80)};
+}
+KV_INLINE Vec pick_wide(Codes c, Wide table) {
+  const __m512i low = _mm512_maskz_permutexvar_epi8(0x4444444444444444u, c, table.low);
+  return _mm512_castsi512_ps(_mm512_mask_permutexvar_epi8(low, 0x8888888888888888u, c, table.high));
+}
+
 template <int W>
 KV_INLINE Codes clean(Codes c) {
   return _mm512_and_si512(c, _mm512_set1_epi32((1 << W) - 1));

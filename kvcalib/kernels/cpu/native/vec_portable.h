@@ -103,6 +103,24 @@ KV_INLINE Codes codes(const uint8_t* record) {
   }
   return r;
 }
+KV_INLINE Codes no_codes() { return Codes{}; }
+
+// The same with the H bits of the stream before each code below it; before the first code there are zeros.
+template <int W, int H, int half>
+KV_INLINE Codes windows(const uint8_t* record) {
+  Codes r = codes<W, half>(record);
+  if (H == 0) return r;
+  for (int i = 0, before = 0; i < kLanes; before = r.x[i++]) r.x[i] = r.x[i] << H | before >> W;
+  return r;
+}
+// Codes with the H bits of each lane's own stream below them: `before` are the windows of the token before.
+template <int W, int H, int half>
+KV_INLINE Codes next_windows(const uint8_t* record, const Codes& before) {
+  Codes r = codes<W, half>(record);
+  for (int i = 0; H && i < kLanes; ++i) r.x[i] = r.x[i] << H | before.x[i] >> W;
+  return r;
+}
+
 // table: 16 entries for W <= 4, else 2**W
 template <int W>
 KV_INLINE Vec look_up(const Codes& c, const float* table) {
@@ -117,6 +135,12 @@ KV_INLINE Vec pick_from(const Codes& c, const Vec (&table)[4]) {
   for (int i = 0; 16 * i < 1 << W; ++i) store(entries + 16 * i, table[i]);
   return look_up<W>(c, entries);
 }
+// A table of 64 levels that all channels share.
+struct Wide {
+  const float* table;
+};
+KV_INLINE Wide wide_at(const float* table) { return {table}; }
+KV_INLINE Vec pick_wide(const Codes& c, Wide wide) { return look_up<6>(c, wide.table); }
 // Transposes the four 4 x 4 blocks that four rows of 16 are made of; its own inverse.
 KV_INLINE void transpose4(Vec (&r)[4]) {
   for (int block = 0; block < 4; ++block)
