@@ -1,7 +1,9 @@
-"""One hash for everything in an artifact that decides how a token is stored and read back."""
+"""Hashes: of everything in an artifact that decides how a token is stored and read back, and of a whole file."""
 
 import hashlib
 import json
+
+import torch
 
 from kvcalib.artifact.schema import Artifact
 
@@ -15,4 +17,13 @@ def fingerprint(artifact: Artifact) -> str:
                 if tensor is not None:
                     digest.update(f"{index}.{name}{list(tensor.shape)}".encode())
                     digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def checksum(header: str, tensors: dict[str, torch.Tensor]) -> str:
+    """sha256 over what a safetensors file of ours holds."""
+    digest = hashlib.sha256(header.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy())
     return digest.hexdigest()

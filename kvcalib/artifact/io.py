@@ -9,6 +9,7 @@ from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from kvcalib.artifact.fingerprint import checksum
 from kvcalib.artifact.schema import (
     TENSORS,
     VERSION,
@@ -45,7 +46,8 @@ def save_artifact(artifact: Artifact, path: str | Path) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    save_file(tensors, partial, metadata={"format": "pt", _METADATA_KEY: json.dumps(_header(artifact), sort_keys=True)})
+    header = json.dumps(_header(artifact), sort_keys=True)
+    save_file(tensors, partial, metadata={"format": "pt", _METADATA_KEY: header, "sha256": checksum(header, tensors)})
     os.replace(partial, path)
     return path
 
@@ -66,6 +68,9 @@ def load_artifact(path: str | Path) -> Artifact:
         raise ArtifactError(
             f"{file} is a safetensors file but not a kvcalib artifact (its header has no 'kvcalib' entry)"
         )
+    stored = metadata.get("sha256")
+    if stored is not None and stored != checksum(metadata[_METADATA_KEY], tensors):
+        raise ArtifactError(f"{file} is damaged (its checksum does not match); copy or export it again")
     artifact = _assemble(file, _parse_header(file, metadata[_METADATA_KEY]), tensors)
     try:
         validate(artifact)

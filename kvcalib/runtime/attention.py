@@ -20,6 +20,7 @@ thread, so two threads may use one model.
 import sys
 import threading
 import weakref
+from collections import deque
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -32,6 +33,8 @@ from kvcalib.models.families import attends_by_torch, attention_modules
 _NAMES = {"sdpa": "kvcalib", "eager": "kvcalib_eager"}
 _attachments: "weakref.WeakKeyDictionary[torch.nn.Module, Attachment]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
+_gone: "deque[weakref.ref]" = deque()
+"""Models of caches that are garbage and not yet counted off."""
 
 
 class Handle:
@@ -186,9 +189,9 @@ class Attachment:
             model.set_attn_implementation(_NAMES[self.original])
 
     def switch_on(self, model) -> None:
+        rotary, attention = _rotary_modules(model), list(attention_modules(model).values())
         if not self._by_torch:
             model.set_attn_implementation(_NAMES[self.original])
-        rotary, attention = _rotary_modules(model), list(attention_modules(model).values())
         for module in [model.base_model, *rotary, *attention]:
             _remove_copied_hooks(module)
         self._hooks.append(model.base_model.register_forward_pre_hook(self._watch.begin))
@@ -240,20 +243,29 @@ def attach(model, owner) -> Attachment:
         attachment = _attachments.get(model)
         if attachment is None:
             register()
-            attachment = _attachments[model] = Attachment(model)
+            attachment = Attachment(model)
             attachment.switch_on(model)
+            _attachments[model] = attachment
         attachment.caches += 1
     weakref.finalize(owner, _detach, weakref.ref(model))
+    _sweep()
     return attachment
 
 
 def _detach(model_ref) -> None:
-    model = model_ref()
-    if model is None:
-        return
-    with _lock:
-        attachment = _attachments[model]
-        attachment.caches -= 1
-        if attachment.caches == 0:
-            attachment.switch_off(model)
-            del _attachments[model]
+    """Called wherever a cache becomes garbage, even inside `attach`: so it never waits for the lock."""
+    _gone.append(model_ref)
+    _sweep()
+
+
+def _sweep() -> None:
+    """Counts the caches that are gone; whoever holds the lock meanwhile does it after letting go."""
+    while _gone and _lock.acquire(blocking=False):
+        try:
+            model = _gone.popleft()()
+            if model is not None:
+                _attachments[model].caches -= 1
+                if _attachments[model].caches == 0:
+                    _attachments.pop(model).switch_off(model)
+        finally:
+            _lock.release()

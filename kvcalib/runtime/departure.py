@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcalib.errors import UnsupportedModel
+from kvcalib.errors import ConfigError, UnsupportedModel
 from kvcalib.kernels import dispatch
 from kvcalib.quant.spec import PAGE
 from kvcalib.runtime.growth import with_capacity
@@ -22,6 +22,8 @@ _ROLLBACK = 64
 """Tokens that a sliding-window layer keeps beyond its window, so that a crop can take a few tokens back."""
 _AT_ONCE = 16
 """Pages that are encoded together."""
+_POSITIONS = 2**24
+"""The kernels take a position apart into four digits to the base of 64."""
 
 
 def flush(store: LayerStore) -> None:
@@ -74,9 +76,19 @@ def _encode(store: LayerStore, row: int, columns: torch.Tensor, sizes: list[int]
     for tensor in (key, value):
         _check_finite(tensor.index_select(1, columns), row, positions)
     if store.spec.key.rope == "pre":
+        _check_positions(positions, row)
         store.frequencies.check(positions)
     tables = store.layout, store.key_tables, store.value_tables, store.rope
     return dispatch.pack(key, value, columns, positions, counts, *tables)
+
+
+def _check_positions(positions: torch.Tensor, row: int) -> None:
+    first, last = int(positions.min()), int(positions.max())
+    if first < 0 or last >= _POSITIONS:
+        raise ConfigError(
+            f"position_ids of row {row} go from {first} to {last}; keys are rotated when a page is read, and positions"
+            f" from 0 to {_POSITIONS - 1} are told apart there: pass others, or calibrate with quant.key.rope=post"
+        )
 
 
 def _check_finite(tensor: torch.Tensor, row: int, positions: torch.Tensor) -> None:

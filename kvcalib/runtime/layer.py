@@ -26,6 +26,8 @@ from kvcalib.runtime.modes import in_full_precision, undisturbed
 from kvcalib.runtime.store import LayerStore
 
 logger = logging.getLogger(__name__)
+_HIDDEN = -9_000.0
+"""What an additive mask holds for a hidden token, or less: -1e4, also where bfloat16 rounds it, is in use."""
 
 
 class CalibratedLayer(CacheLayerMixin, Handle):
@@ -134,6 +136,8 @@ class CalibratedLayer(CacheLayerMixin, Handle):
             raise UnsupportedModel(
                 "a quantised cache gives no attention weights; leave output_attentions out, or use quant=identity"
             )
+        if options.get("dropout"):
+            raise UnsupportedModel("attention dropout cannot be applied to a quantised cache; call model.eval()")
         for name in ("position_bias", "s_aux"):
             if options.get(name) is not None:
                 raise UnsupportedModel(f"attention with {name} cannot read a quantised cache; use quant=identity")
@@ -211,9 +215,12 @@ def _allowed(mask: torch.Tensor, batch: int, length: int) -> torch.Tensor:
         raise UnsupportedModel(f"an attention mask per head {tuple(mask.shape)} cannot be applied to a quantised cache")
     visible = mask
     if mask.dtype != torch.bool:
-        visible = mask > torch.finfo(mask.dtype).min / 2
+        visible = mask > _HIDDEN
         if mask.masked_fill(~visible, 0).count_nonzero():
-            raise UnsupportedModel("an attention mask that adds a bias cannot be applied to a quantised cache")
+            raise UnsupportedModel(
+                "an attention mask that adds a bias cannot be applied to a quantised cache: pass a bool mask, or 0 and"
+                " torch.finfo(dtype).min"
+            )
     return visible[:, 0, :, :length].expand(batch, -1, -1)
 
 

@@ -10,7 +10,6 @@ The bits of the pages are the file's own: nothing is decoded or encoded again, s
 the saved one would have. A file belongs to one artifact and to one model, weights and dtype included.
 """
 
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -20,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.cache_utils import LinearAttentionLayer
 
-from kvcalib.artifact.fingerprint import fingerprint
+from kvcalib.artifact.fingerprint import checksum, fingerprint
 from kvcalib.artifact.schema import Artifact, model_differences
 from kvcalib.errors import ArtifactError, ConfigError
 from kvcalib.models.identity import identity, weights_sample
@@ -48,7 +47,7 @@ def save_cache(layers: list, artifact: Artifact, model, path: str | Path) -> Pat
     partial.touch()
     mode = partial.stat().st_mode  # what the umask asks for; safetensors would leave it to its owner alone
     try:
-        save_file(tensors, partial, {"format": "pt", _METADATA_KEY: header, "sha256": _checksum(header, tensors)})
+        save_file(tensors, partial, {"format": "pt", _METADATA_KEY: header, "sha256": checksum(header, tensors)})
         partial.chmod(mode)
         os.replace(partial, target)
     finally:
@@ -110,7 +109,7 @@ def _read(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
     text = metadata.get(_METADATA_KEY)
     if text is None:
         raise ArtifactError(f"{path} is a safetensors file but not a saved cache; cache.save(path) writes one")
-    if metadata.get("sha256") != _checksum(text, tensors):
+    if metadata.get("sha256") != checksum(text, tensors):
         raise ArtifactError(f"{path} is damaged (its checksum does not match); save the cache again")
     header = json.loads(text)
     if not isinstance(header, dict) or header.get("version") != VERSION:
@@ -128,14 +127,6 @@ def _owner(artifact: Artifact, model) -> dict:
         "model": identity(model),
         "weights": weights_sample(model),
     }
-
-
-def _checksum(header: str, tensors: dict[str, torch.Tensor]) -> str:
-    digest = hashlib.sha256(header.encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 def _is_linear(layer) -> bool:

@@ -98,6 +98,22 @@ def test_a_write_that_fails_leaves_the_old_file(artifact, path, monkeypatch):
     assert path.read_bytes() == before
 
 
+def test_a_flipped_bit_anywhere_is_noticed(path):
+    data = path.read_bytes()
+    for place in torch.linspace(8, len(data) - 1, 60).long().tolist():
+        path.write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
+        with pytest.raises(ArtifactError, match=re.escape(str(path))):
+            load_artifact(path)
+
+
+def test_a_setting_changed_by_hand_is_noticed(path):
+    data = path.read_bytes()
+    assert data.count(b'\\"sink\\": 4') == 1
+    path.write_bytes(data.replace(b'\\"sink\\": 4', b'\\"sink\\": 9'))
+    with pytest.raises(ArtifactError, match="is damaged .its checksum does not match"):
+        load_artifact(path)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, safe_open, save_file
 
+from kvcalib.artifact.fingerprint import checksum
 from kvcalib.artifact.io import load_artifact, save_artifact
 from kvcalib.errors import ArtifactError, ConfigError
 from kvcalib.runtime.cache import CalibratedCache
@@ -191,8 +192,6 @@ def test_other_files_are_refused_by_name(model, ids, artifact, tmp_path):
 
 def edited(path, tensors=None, header=None):
     """The same file with a change, and a checksum that fits: only its content can tell."""
-    from kvcalib.runtime.persist import _checksum
-
     with safe_open(path, framework="pt") as handle:
         metadata = handle.metadata()
     held, content = load_file(path), json.loads(metadata["kvcalib_cache"])
@@ -200,7 +199,7 @@ def edited(path, tensors=None, header=None):
     (header or (lambda content: None))(content)
     text = json.dumps(content)
     held = {name: tensor.contiguous() for name, tensor in held.items()}
-    save_file(held, path, metadata | {"kvcalib_cache": text, "sha256": _checksum(text, held)})
+    save_file(held, path, metadata | {"kvcalib_cache": text, "sha256": checksum(text, held)})
 
 
 def in_page(name, value):

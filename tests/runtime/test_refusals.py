@@ -152,3 +152,41 @@ def test_a_column_that_was_padding_cannot_be_shown_later(model, ids, artifact):
 def test_a_pickled_cache(model, artifact, write):
     with pytest.raises(UnsupportedModel, match=r"is not pickled; cache\.save\(path\)"):
         write(CalibratedCache(artifact, model))
+
+
+@pytest.mark.parametrize("shift", [-60, 2**24])
+def test_positions_that_a_page_cannot_tell_apart(model, ids, artifact, shift):
+    """Keys before rotation are rotated when they are read; those after it are stored as they are."""
+    positions = torch.arange(60)[None] + shift
+    with torch.no_grad():
+        with pytest.raises(ConfigError, match=f"position_ids of row 0 go from {shift + 2} to .*rope=post"):
+            model(ids, position_ids=positions, cache=CalibratedCache(artifact, model))
+        after = make_artifact(model, cache_spec("group", window=8, sink=2), ids)
+        model(ids, position_ids=positions, cache=CalibratedCache(after, model))
+
+
+@pytest.mark.parametrize("hidden", [-1e4, -1e9, torch.finfo(torch.bfloat16).min, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_additive_masks_as_people_write_them(ids, hidden, dtype):
+    model = tiny("llama").to(dtype)
+    artifact = make_artifact(model, cache_spec(window=8, sink=2), ids)
+    columns = torch.arange(60)
+    seen = (columns <= torch.arange(55, 60)[:, None]) & (columns != 20)
+    logits = []
+    for mask in (seen, torch.zeros(5, 60, dtype=dtype).masked_fill(~seen, hidden)):
+        cache = CalibratedCache(artifact, model)
+        with torch.no_grad():
+            model(ids[:, :55], cache=cache)
+            logits.append(model(ids[:, 55:], attention_mask=mask[None, None], cache=cache).logits)
+    assert torch.equal(*logits)
+
+
+def test_dropout(ids):
+    model = tiny("llama", attention_dropout=0.5).train()
+    cache = CalibratedCache(make_artifact(model, cache_spec(window=8, sink=2), ids), model)
+    with torch.no_grad():
+        model(ids[:, :50], cache=cache)
+        with pytest.raises(UnsupportedModel, match=r"dropout .* call model.eval\(\)"):
+            model(ids[:, 50:], cache=cache)
+        model.eval()
+        model(ids[:, 50:], cache=cache)

@@ -196,6 +196,29 @@ def test_attention_that_was_set_after_the_last_step_stays_set(ids, artifact):
     assert model.config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_a_cache_that_is_collected_while_another_attaches(family, ids, artifact):
+    """Any allocation can start a collection, also one under the lock: it must not wait for that lock."""
+    model = tiny("llama")
+    other = model if family == "llama" else tiny(family)
+    cache = CalibratedCache(artifact, model)
+    cache.itself = cache  # garbage, but not before a collection
+    gc.collect()
+    del cache
+    real, done = other.set_attn_implementation, []
+    other.set_attn_implementation = lambda name: (gc.collect(), real(name))
+    made = make_artifact(other, cache_spec(window=8, sink=2), ids[:1])
+    thread = threading.Thread(target=lambda: done.append(CalibratedCache(made, other)), daemon=True)
+    thread.start()
+    thread.join(timeout=20)
+    assert done, "waits for ever"
+    gc.collect()
+    assert model.config._attn_implementation == ("sdpa" if other is not model else "kvcalib")
+    done.clear()
+    gc.collect()
+    assert other.config._attn_implementation == "sdpa"
+
+
 def test_the_model_is_freed_with_its_last_cache(ids, artifact):
     import weakref
 
