@@ -169,8 +169,7 @@ static void value_tiles(const uint8_t* record, int64_t next_page, const Run run,
   constexpr int bits = window_bits<W, trellis>;
   Table levels;
   Wide wide;
-  constexpr bool as_wide = trellis && bits >= kSharedFrom;
-  if constexpr (as_wide) wide = wide_at<bits>(table);
+  if constexpr (is_wide<W, trellis>) wide = wide_at<bits>(table);
   else levels = table_at<bits>(table);
   for (int tile = 0; tile < run.units; ++tile, out += kLanes) {
     Vec even[NQ], odd[NQ];
@@ -181,7 +180,7 @@ static void value_tiles(const uint8_t* record, int64_t next_page, const Run run,
       const Codes a = next_windows<W, bits - W, 0>(record, b);
       b = next_windows<W, bits - W, 1>(record, a);
       Vec x, y;
-      if constexpr (as_wide) pick_two<bits>(a, b, wide, x, y);
+      if constexpr (is_wide<W, trellis>) pick_two<bits>(a, b, wide, x, y);
       else x = pick_from<bits>(a, levels.v), y = pick_from<bits>(b, levels.v);
       for (int n = 0; n < NQ; ++n) {
         even[n] = fma(splat(weights[n * kPage + t]), x, even[n]);

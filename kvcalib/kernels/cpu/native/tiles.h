@@ -203,7 +203,7 @@ static void value_run(const uint8_t* record, const Run run, const float* table, 
                       const Affine affine, float* out) {
   constexpr int bits = window_bits<W, books == Books::kTrellis>;
   constexpr int entries = W <= 4 ? 16 : 1 << W;
-  constexpr bool as_wide = books == Books::kTrellis && bits >= kSharedFrom;
+  constexpr bool as_wide = is_wide<W, books == Books::kTrellis>;
   Wide wide;
   if constexpr (as_wide) wide = wide_at<bits>(table);
   for (int tile = first; tile < first + run.units; ++tile, table += kLanes * run.table_step) {

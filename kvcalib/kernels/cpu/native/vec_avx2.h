@@ -16,7 +16,6 @@ struct Codes {  // 16 codes; bits above the width may be anything
   __m256i a, b;
 };
 
-enum : int { kSharedFrom = 5 };  // bits of tables that are looked up as `Wide` where all channels share them
 enum : int { kHalves = 1, kMaxQueries = 4, kMaxTiles = 1 };
 
 KV_INLINE Vec load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }

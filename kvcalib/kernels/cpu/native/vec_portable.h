@@ -17,7 +17,6 @@ struct Codes {
   uint8_t x[16];
 };
 
-enum : int { kSharedFrom = 6 };  // bits of tables that are looked up as `Wide` where all channels share them
 enum : int { kHalves = 1, kMaxQueries = 2, kMaxTiles = 1 };
 
 #define KV_EACH(expression) \
@@ -136,7 +135,7 @@ KV_INLINE Vec pick_from(const Codes& c, const Vec (&table)[4]) {
   for (int i = 0; 16 * i < 1 << W; ++i) store(entries + 16 * i, table[i]);
   return look_up<W>(c, entries);
 }
-// A table of 64 levels that all channels share.
+// A table of 32 or 64 levels that all channels share.
 struct Wide {
   const float* table;
 };
