@@ -19,7 +19,7 @@ from kvcalib.quant.rotation import largest_power_of_two
 from kvcalib.quant.spec import PAGE, Tables
 
 _RANGES = {"static": 0, "group": 1, "token": 2, "norm": 2}
-_NARROW_BITS = _WIDE_BITS = 6
+_NARROW_BITS, _WIDE_BITS = 6, 5
 _DIGITS, _BASE = 4, 64
 """Positions are written with four digits to base 64, each with its table of cos and sin."""
 
@@ -144,13 +144,13 @@ class Plan:
             if not side.coded:
                 continue
             bits = run.width + (trellis.history(run.width) if side.trellis else 0)
-            wide = side.trellis and bits == _WIDE_BITS
+            wide = side.trellis and bits >= _WIDE_BITS
             key = _shared_table(run, layout.tensor_spec(name), folded=side.folded and not wide)
             entries = max(16, 2**bits)
             struct.table, struct.table_step = shared.get(key, end), 0 if key else entries
             if key not in shared:
                 parts.append(_entries(name, run, tables, None if key else side.folded, entries) - side.center)
-                if wide:
+                if wide and entries == 64:
                     parts[-1] = torch.cat([parts[-1], _bytes_of_bf16(parts[-1])])
                 end += parts[-1].numel()
             if key:
