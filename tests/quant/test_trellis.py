@@ -88,6 +88,10 @@ def test_tokens_without_weight_do_not_pull():
     assert torch.equal(trellis.search(v, weight, levels, 3), trellis.search(moved, weight, levels, 3))
 
 
+def test_no_span_at_all():
+    assert trellis.search(torch.empty(0, 16), torch.empty(0, 16), _levels(2), 2).shape == (0, 16)
+
+
 def _tables(spec: TensorSpec, seed: int) -> Tables:
     draw = torch.Generator().manual_seed(seed)
     unit = torch.randint(1, 7, (HEADS, DIM // 2 if spec is KEY else DIM // 16), generator=draw).to(torch.uint8)
