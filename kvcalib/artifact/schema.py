@@ -12,6 +12,7 @@ One safetensors file.
               layers.{i}.{key|value}.trellis  bf16 [L]         for rounding="trellis": by window, see quant/trellis.py
     metadata  format = "pt"
               kvcalib = JSON {version, spec, layers, model, calibration, settings, summary}
+              sha256 over that JSON and all tensors
 
 `layers` lists the real layer indices, so gaps (layers without a cache of their own) are allowed. `model` is the
 identity of the model that was calibrated, `calibration` the text (window hash, counts, seed), `settings` every

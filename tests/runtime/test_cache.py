@@ -249,46 +249,6 @@ def test_two_turns_of_a_padded_batch(model, ids):
     assert (logits["quantised"] - logits["dynamic"]).abs().max() < 1.0
 
 
-def test_sliding_window_layers_stay_small():
-    sliding = tiny("mistral")
-    long = torch.randint(3, 300, (1, 240), generator=torch.Generator().manual_seed(6))
-    artifact = make_artifact(sliding, cache_spec("identity", "token", window=0, sink=2), long)
-    cache, exact = CalibratedCache(artifact, sliding), DynamicCache(config=sliding.config)
-    with torch.no_grad():
-        ours = torch.cat([sliding(part, cache=cache).logits for part in long.split(40, dim=1)], 1)
-        theirs = torch.cat([sliding(part, cache=exact).logits for part in long.split(40, dim=1)], 1)
-    assert (ours - theirs).abs().max() < 0.5
-    assert cache.layers[0].store.page_counts[0] <= 5
-    assert cache.get_seq_length() == 240
-
-
-@pytest.mark.parametrize("window", [0, 60])
-@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
-def test_a_crop_within_a_sliding_window_is_right_or_refused(family, window):
-    """Whatever is left after a crop covers the window of the next token; else nothing has changed."""
-    model, artifact = tiny(family), None
-    long = torch.randint(3, 300, (1, 240), generator=torch.Generator().manual_seed(6))
-    artifact = make_artifact(model, cache_spec("static", "token", window=window, sink=2), long[:, :60])
-    refused = []
-    for count in (3, 30, 60, 90, 110, 130, 150, 200):
-        cache = CalibratedCache(artifact, model)
-        with torch.no_grad():
-            for part in long.split(40, dim=1):
-                model(part, cache=cache)
-            try:
-                cache.crop(-count)
-            except UnsupportedModel as error:
-                refused.append(str(error))
-                assert {layer.get_seq_length() for layer in cache.layers} == {240}
-                continue
-            ours = model(long[:, 240 - count :][:, :1], cache=cache).logits
-            theirs = model(long[:, : 241 - count], use_cache=False).logits[:, -1:]
-        assert (ours - theirs).abs().max() < 0.25 * theirs.abs().max()
-    assert refused
-    assert all("has forgotten what it would see" in text for text in refused)
-    assert not any("crop(-30)" in text for text in refused)
-
-
 def test_a_copy_of_an_attached_model_is_a_model_of_its_own(model, ids, artifact):
     cache = CalibratedCache(artifact, model)
     twin = copy.deepcopy(model)
@@ -310,14 +270,6 @@ def test_misuse_is_a_sentence(model, ids, artifact):
             tiny("llama", seed=1)(ids[:1, :5], cache=CalibratedCache(artifact, model))
 
 
-def test_prefill_in_inference_mode_then_decode_outside(model, ids, artifact):
-    cache = CalibratedCache(artifact, model)
-    with torch.inference_mode():
-        model(ids[:1], cache=cache)
-    with torch.no_grad():
-        assert model(ids[:1, :1], cache=cache).logits.isfinite().all()
-
-
 def test_attention_set_by_hand_under_a_living_cache(model, ids, artifact):
     cache = CalibratedCache(artifact, model)
     expected = generate(model, ids[:1], CalibratedCache(artifact, model))
@@ -327,51 +279,3 @@ def test_attention_set_by_hand_under_a_living_cache(model, ids, artifact):
     gc.collect()
     assert model.config._attn_implementation == "eager"
     model.set_attn_implementation("sdpa")
-
-
-@pytest.mark.parametrize("chunks", [[60], [40, 15, 5], [34] + [1] * 26])
-def test_longrope_takes_the_long_frequencies_where_the_first_call_goes_beyond(chunks):
-    model = tiny("phi3-longrope")
-    ids = torch.randint(3, 290, (1, 60), generator=torch.Generator().manual_seed(2))
-    artifact = make_artifact(model, cache_spec(window=4, sink=2), ids[:, :30])
-    ours, theirs = CalibratedCache(artifact, model), DynamicCache(config=model.config)
-    with torch.no_grad():
-        for part in [*ids.split(chunks, dim=1), ids[:, :1], ids[:, 1:2]]:
-            logits, expected = model(part, cache=ours).logits, model(part, cache=theirs).logits
-    store = ours.layers[0].store
-    assert store.page_counts == [1]
-    assert store.frequencies.is_long
-    key, _, positions = store.decode(store.pages[0, :1])
-    exact = theirs.layers[0].keys[0, :, positions].transpose(0, 1)
-    assert (key - exact).abs().mean() < 0.15 * exact.abs().mean()
-    assert 0 < (logits - expected).abs().max() < 0.3
-    ours.reset()
-    with torch.no_grad():
-        model(ids[:, :20], cache=ours)
-    assert not ours.layers[0].store.frequencies.is_long
-
-
-def test_longrope_chooses_again_after_going_back_to_nothing():
-    model = tiny("phi3-longrope")
-    ids = torch.randint(3, 290, (1, 60), generator=torch.Generator().manual_seed(2))
-    cache = CalibratedCache(make_artifact(model, cache_spec(window=4, sink=2), ids[:, :30]), model)
-    for length in (20, 60, 30, 60):
-        fresh = CalibratedCache(cache._artifact, model)
-        with torch.no_grad():
-            for each in (cache, fresh):
-                model(ids[:, :length], cache=each)
-        assert cache.layers[0].store.frequencies.is_long == (length == 60)
-        assert torch.equal(*(each.layers[0].store.pages[0, : length // 36] for each in (cache, fresh)))
-        cache.crop(-length)
-
-
-@pytest.mark.parametrize("family", ["phi3-longrope", "llama-dynamic"])
-def test_growing_beyond_the_frequencies_is_refused(family):
-    model = tiny(family)
-    ids = torch.randint(3, 290, (1, 80), generator=torch.Generator().manual_seed(2))
-    artifact = make_artifact(model, cache_spec(window=4, sink=2), ids[:, :30])
-    cache = CalibratedCache(artifact, model)
-    with torch.no_grad():
-        model(ids[:, :30], cache=cache)
-        with pytest.raises(UnsupportedModel, match="changes its rotary frequencies beyond 32 tokens"):
-            model(ids[:, 30:], cache=cache)
