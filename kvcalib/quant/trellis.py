@@ -65,9 +65,10 @@ def search(v: torch.Tensor, weight: torch.Tensor, levels: torch.Tensor, width: i
     cost[0] = 0
     back = []
     for x, mass in zip(v.T.contiguous(), weight.T.contiguous(), strict=True):
-        error = (x - table).square_().mul_(mass).view(len(table) // states, states, count).add_(cost)
-        cost, choice = error.view(states, 2**width, count).min(1)
-        cost = cost - cost.amin(0)  # one far token must not drown the others in float32
+        error = (x - table).square_().mul_(mass)
+        error -= error.amin(0)  # one far token must not drown the others in float32
+        through = error.view(len(table) // states, states, count).add_(cost)
+        cost, choice = through.view(states, 2**width, count).min(1)
         back.append(choice.add_(first))
     state, path = cost.argmin(0, keepdim=True), []
     for choice in reversed(back):

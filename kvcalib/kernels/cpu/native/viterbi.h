@@ -111,13 +111,14 @@ inline void enter(const typename Lanes<Trellis<W>::kStates>::Float& cost, const 
   }
 }
 
-// The least of all lanes, in all lanes.
-template <int S, int step = 1>
-inline typename Lanes<S>::Float least(typename Lanes<S>::Float x) {
-  if constexpr (step == S) return x;
-  typename Lanes<S>::Float y;
-  for (int s = 0; s < S; ++s) y[s] = x[s ^ (step % S)];
-  return least<S, step == S ? S : 2 * step>(y < x ? y : x);
+// One far token must not drown the others in float32: what every path has to bear comes off.
+template <int P>
+void lower(float* error) {
+  for (int t = 0; t < kPage; ++t, error += P) {
+    float least = error[0];
+    for (int p = 1; p < P; ++p) least = error[p] < least ? error[p] : least;
+    for (int p = 0; p < P; ++p) error[p] -= least;
+  }
 }
 
 // v, weight [32] of one channel, which begins anew every `span` tokens -> windows [32]. levels: as `order_levels` left
@@ -130,6 +131,7 @@ void best_path(const float* levels, const float* v, const float* weight, int spa
   float errors[kPage * T::kPairs];
   uint32_t nearest[kPage * T::kPairs], back[kPage * S];
   pair_errors<W>(levels, v, weight, errors, nearest);
+  lower<T::kPairs>(errors);
   for (int first = 0; first < kPage; first += span) {
     typename L::Float cost = typename L::Float{} + INFINITY;
     cost[0] = 0;
@@ -138,7 +140,7 @@ void best_path(const float* levels, const float* v, const float* weight, int spa
       typename L::Float entered;
       enter<W, 0, T::kWays>(cost, errors + t * T::kPairs, entered, way);
       __builtin_memcpy(back + t * S, &way, sizeof way);
-      cost = entered - least<S>(entered);
+      cost = entered;
     }
     unsigned state = 0;
     for (unsigned s = 1; s < S; ++s) state = cost[s] < cost[state] ? s : state;
