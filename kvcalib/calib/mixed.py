@@ -88,13 +88,12 @@ def _finish(points: Points, tables: Tables, spec: TensorSpec) -> Tables:
 
 
 def _fit_trellis(points: Points, moments: Moments, tables: Tables, span: int) -> torch.Tensor:
-    """Tables of width 1, 2, ... end to end; a width that no channel has gets the table of all of them."""
+    """Tables of width 1, 2, ... end to end; those of a width that no channel has stand alone."""
     v, weight, kept = (_spans(t.float(), span) for t in points)
     widths, rows = tables.widths.flatten(), []
     for width in range(1, _widest(tables) + 1):
-        own = widths == width if (widths == width).any() else torch.ones_like(widths, dtype=torch.bool)
+        own, separate = widths == width, codebook.table_of(tables.levels, width)[0]
         sample = trellis.Sample(*(t[own].flatten(0, 1) for t in (v, weight, kept)))
-        separate = codebook.table_of(tables.levels, width)[0]
         rows.append(trellis.fit_table(*pooled(moments, own.numpy()), separate, sample, width))
     return torch.cat(rows)
 

@@ -13,8 +13,8 @@ import torch
 
 from kvcalib.quant import trellis
 
-_STEPS = 6
-_SPANS = 2048
+_STEPS = 4
+_SPANS = 1024
 """Spans of the sample that paths are searched through."""
 
 # fmt: off
@@ -55,7 +55,7 @@ def fit_table(
     history, where paths do not save anything.
     """
     alone = separate.repeat_interleave(2 ** trellis.history(width))
-    if trellis.history(width) == 0:
+    if trellis.history(width) == 0 or len(sample.v) == 0:
         return alone
     quantiles = torch.special.ndtr(torch.tensor(_NORMAL[width], dtype=torch.float64)).numpy()
     below = (np.cumsum(mass) - mass / 2) / mass.sum()

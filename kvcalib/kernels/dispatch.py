@@ -4,12 +4,15 @@ The environment variable KVCALIB_KERNEL names it:
 
     auto        (or not set) the compiled CPU kernel with the best instruction set of this processor; the torch
                 reference where no compiler is found, with one line in the log that says why, and on other devices
+                (but pages with a trellis are packed on the CPU)
     reference   plain torch, everywhere
     avx512, avx2, portable       the compiled CPU kernel with that instruction set, or an error
 """
 
 import logging
+import operator
 import os
+import weakref
 from functools import cache
 
 import torch
@@ -25,6 +28,7 @@ from kvcalib.quant.page import PageLayout
 log = logging.getLogger(__name__)
 
 VARIABLE = "KVCALIB_KERNEL"
+_copies: "weakref.WeakKeyDictionary[PageLayout, tuple[tuple, tuple]]" = weakref.WeakKeyDictionary()
 
 
 def attend(query: torch.Tensor, packed: Packed, *, scale: float, softcap: float | None = None) -> torch.Tensor:
@@ -45,10 +49,31 @@ def pack(
     *tables,
 ) -> torch.Tensor:
     """See `reference.pack`, which also packs what the compiled kernel cannot: outliers chosen as KVQuant does."""
-    name = kernel_name(key.device.type, os.environ.get(VARIABLE) or "auto")
+    wanted, device = os.environ.get(VARIABLE) or "auto", key.device
+    if packs_on_cpu(device.type, wanted, layout):
+        key, value, columns, positions, counts = (t.cpu() for t in (key, value, columns, positions, counts))
+        tables = tables_on_cpu(layout, tables)
+    name = kernel_name(key.device.type, wanted)
     if name == "reference" or not compiled_pack.covers(layout):
         return reference.pack(key, value, columns, positions, counts, layout, *tables)
-    return compiled_pack.pack(key, value, columns, positions, counts, layout, *tables, isa=name)
+    return compiled_pack.pack(key, value, columns, positions, counts, layout, *tables, isa=name).to(device)
+
+
+def packs_on_cpu(device: str, wanted: str, layout: PageLayout) -> bool:
+    """Whether pages of another device are better packed here: in torch, the search of a trellis is thousands of tiny
+    operations for every page."""
+    searches = any(spec.rounding == "trellis" for spec in (layout.spec.key, layout.spec.value))
+    if device == "cpu" or not searches or not compiled_pack.covers(layout):
+        return False
+    return kernel_name("cpu", wanted) != "reference"
+
+
+def tables_on_cpu(layout: PageLayout, tables: tuple) -> tuple:
+    """Copies of a layer's tables, made once: what is prepared from them is found again by their identity."""
+    known = _copies.get(layout)
+    if known is None or not all(map(operator.is_, known[0], tables)):
+        known = _copies[layout] = tables, tuple(t.to("cpu") for t in tables)
+    return known[1]
 
 
 @cache

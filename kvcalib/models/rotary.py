@@ -70,7 +70,7 @@ def rotary(model: PreTrainedModel, *, length: int | None = None) -> dict[int, Ro
     for index, layer in attention_modules(model).items():
         module, layer_type = _rotary_module(model, layer), _layer_type(model, index)
         if module is None or _is_unrotated(model, layer):
-            infos[index] = RotaryInfo("none", 0, torch.empty(0), 1.0, windows[index])
+            infos[index] = RotaryInfo("none", 0, torch.empty(0, dtype=torch.float32), 1.0, windows[index])
             continue
         key = (id(module), layer_type, type(layer))
         if key not in shared:
@@ -216,7 +216,7 @@ def _pairing(layer: nn.Module, module: nn.Module, layer_type: str | None) -> str
         raise UnsupportedModel(f"{type(layer).__name__} has no apply_rotary_pos_emb to learn its RoPE from")
     probe = copy.deepcopy(module).float()
     inv_freq, scaling, _ = _frequencies(probe, layer_type, None)
-    key = torch.randn(1, 1, 1, 2 * inv_freq.numel(), generator=torch.Generator().manual_seed(0))
+    key = torch.randn(1, 1, 1, 2 * inv_freq.numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     key = key.to(inv_freq.device)
     kwargs = {"layer_type": layer_type} if layer_type else {}
     at_one = torch.ones(1, 1, dtype=torch.long, device=key.device)

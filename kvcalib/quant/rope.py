@@ -39,8 +39,10 @@ def make_rope(head_dim: int, kind: str, inv_freq: torch.Tensor, scaling: float =
     tail = torch.arange(2 * pairs, head_dim).view(2, -1)
     order = torch.cat([channels, tail], dim=1).reshape(-1)
     still = head_dim // 2 - pairs
-    frequencies = torch.cat([inv_freq.detach().float().cpu()[:pairs], torch.zeros(still)])
-    gain = torch.cat([torch.full((pairs,), float(scaling)), torch.ones(still)])
+    frequencies = torch.cat([inv_freq.detach().float().cpu()[:pairs], torch.zeros(still, dtype=torch.float32)])
+    gain = torch.cat(
+        [torch.full((pairs,), float(scaling), dtype=torch.float32), torch.ones(still, dtype=torch.float32)]
+    )
     return Rope(order, frequencies, gain)
 
 

@@ -31,7 +31,7 @@ def largest_power_of_two(dim: int) -> int:
 @cache
 def hadamard(size: int) -> torch.Tensor:
     """Orthonormal Sylvester-Hadamard matrix fp32 [size, size], size a power of two."""
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, dtype=torch.float32)
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix / size**0.5

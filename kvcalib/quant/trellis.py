@@ -55,21 +55,22 @@ def windows(codes: torch.Tensor, widths: torch.Tensor, span: int) -> torch.Tenso
 
 
 def search(v: torch.Tensor, weight: torch.Tensor, levels: torch.Tensor, width: int) -> torch.Tensor:
-    """v, weight fp32 [n, span] of one width -> int64 [n, span]: the window of each token on the best path."""
-    h = history(width)
-    states = 2**h
-    before = torch.arange(len(levels), device=v.device) % states
-    first = torch.arange(states, device=v.device) << width
-    cost = torch.full((len(v), states), torch.inf, device=v.device)
-    cost[:, 0] = 0
+    """v, weight fp32 [n, span] of one width -> int64 [n, span]: the window of each token on the best path.
+
+    window = next state * 2**width + j, and its low h bits are the state before: what enters a state lies side by side.
+    """
+    states, table, count = 2 ** history(width), levels[:, None], len(v)
+    first = torch.arange(states, device=v.device)[:, None] << width
+    cost = torch.full((states, count), torch.inf, dtype=v.dtype, device=v.device)
+    cost[0] = 0
     back = []
-    for t in range(v.shape[1]):
-        error = (v[:, t, None] - levels).square() * weight[:, t, None]
-        cost, choice = (cost[:, before] + error).view(len(v), states, -1).min(-1)
-        cost = cost - cost.min(-1, keepdim=True).values  # one far token must not drown the others in float32
-        back.append(choice + first)
-    state, path = cost.argmin(-1, keepdim=True), []
+    for x, mass in zip(v.T.contiguous(), weight.T.contiguous(), strict=True):
+        error = (x - table).square_().mul_(mass).view(-1, states, count).add_(cost)
+        cost, choice = error.view(states, -1, count).min(1)
+        cost = cost - cost.amin(0)  # one far token must not drown the others in float32
+        back.append(choice.add_(first))
+    state, path = cost.argmin(0, keepdim=True), []
     for choice in reversed(back):
-        path.append(choice.gather(1, state))
-        state = path[-1] % states
-    return torch.cat(path[::-1], dim=1)
+        path.append(choice.gather(0, state))
+        state = path[-1] & (states - 1)
+    return torch.cat(path[::-1]).T.contiguous()

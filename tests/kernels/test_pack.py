@@ -5,6 +5,7 @@ import torch
 
 from kvcalib.kernels import dispatch, reference
 from kvcalib.kernels.cpu import build
+from kvcalib.kernels.cpu import pack as compiled_pack
 from kvcalib.kernels.cpu.attend import ISAS, supported
 from kvcalib.kernels.cpu.pack import pack
 from kvcalib.quant.codec import dequantise
@@ -136,6 +137,24 @@ def test_the_path_of_a_trellis_is_that_of_the_reference(key, value, shape, isa):
 @pytest.mark.parametrize("width", range(1, 7))
 def test_the_path_of_every_width(width, isa):
     check(*both(KEYS["trellis"], VALUES["trellis, static"], Shape(), isa, feedback=0.0, width=width), exactly=True)
+
+
+def test_pages_of_a_trellis_on_another_device_are_packed_on_the_cpu(monkeypatch):
+    g, shape, spec = torch.Generator().manual_seed(3), Shape(), KEYS["trellis"]
+    tables = [make_tables(s, shape.heads, shape.dim, g) for s in (spec, VALUE)]
+    layout = PageLayout(CacheSpec(spec, VALUE, 0, 0), *tables)
+    plain = PageLayout(CacheSpec(KEY, VALUE, 0, 0), *tables)
+    assert dispatch.packs_on_cpu("cuda", "auto", layout)
+    assert not dispatch.packs_on_cpu("cuda", "auto", plain)
+    assert not dispatch.packs_on_cpu("cuda", "reference", layout)
+    assert not dispatch.packs_on_cpu("cpu", "auto", layout)
+    arguments = (*inputs(shape), layout, *tables, make_rope(shape))
+    expected = pack(*arguments)
+    monkeypatch.setattr(dispatch, "packs_on_cpu", lambda *_: True)  # as if these tensors were elsewhere
+    plans = [compiled_pack.plan_for(layout, *dispatch.tables_on_cpu(layout, arguments[-3:])[:2]) for _ in range(2)]
+    assert plans[0] is plans[1]
+    assert torch.equal(dispatch.pack(*arguments), expected)
+    assert compiled_pack.plan_for(layout, *dispatch.tables_on_cpu(layout, arguments[-3:])[:2]) is plans[0]
 
 
 def test_instruction_sets_write_the_same_bytes():

@@ -31,7 +31,7 @@ def attend(
     """
     batch, query_heads, tokens, _ = query.shape
     plan = plan_of(packed)
-    output = torch.empty(batch, tokens, query_heads, packed.layout.value_dim)
+    output = torch.empty(batch, tokens, query_heads, packed.layout.value_dim, dtype=torch.float32)
     if output.numel() == 0:
         return output.to(query.dtype)
     call, _alive = call_struct(query, packed, output, scale, softcap)

@@ -19,7 +19,7 @@ from kvcalib.quant.rotation import largest_power_of_two
 from kvcalib.quant.spec import PAGE, Tables
 
 _RANGES = {"static": 0, "group": 1, "token": 2, "norm": 2}
-_NARROW_BITS = _WIDE_BITS = 6
+_NARROW_BITS, _WIDE_BITS = 6, 5
 _DIGITS, _BASE = 4, 64
 """Positions are written with four digits to base 64, each with its table of cos and sin."""
 
@@ -144,19 +144,19 @@ class Plan:
             if not side.coded:
                 continue
             bits = run.width + (trellis.history(run.width) if side.trellis else 0)
-            wide = side.trellis and bits == _WIDE_BITS
+            wide = side.trellis and bits >= _WIDE_BITS
             key = _shared_table(run, layout.tensor_spec(name), folded=side.folded and not wide)
             entries = max(16, 2**bits)
             struct.table, struct.table_step = shared.get(key, end), 0 if key else entries
             if key not in shared:
                 parts.append(_entries(name, run, tables, None if key else side.folded, entries) - side.center)
-                if wide:
+                if wide and entries == 64:
                     parts[-1] = torch.cat([parts[-1], _bytes_of_bf16(parts[-1])])
                 end += parts[-1].numel()
             if key:
                 shared[key] = struct.table
         self.buffers[f"{name}_runs"], side.runs = structs, structs
-        self._point(side, "tables", torch.cat(parts or [torch.zeros(16)]), f"{name}_tables")
+        self._point(side, "tables", torch.cat(parts or [torch.zeros(16, dtype=torch.float32)]), f"{name}_tables")
         counts = [sum(run.head < head for run in runs) for head in range(layout.heads + 1)]
         sizes = [sum(4 * r.width * len(r.units) * records for r in runs if r.head == h) for h in range(layout.heads)]
         self._point(side, "run_at", torch.tensor(counts, dtype=torch.int32), f"{name}_run_at")
@@ -181,7 +181,7 @@ def _angles(frequency: tuple[float, ...], gain: tuple[float, ...], rotating: int
     """`relative` and `turns` of native/layer.h; layers with the same frequencies share them."""
     frequencies = torch.tensor(frequency, dtype=torch.float64)
     angle = torch.arange(PAGE) * frequencies[:, None]
-    relative = torch.stack([angle.cos(), angle.sin()], dim=1) * torch.tensor(gain).double()[:, None, None]
+    relative = torch.stack([angle.cos(), angle.sin()], dim=1) * torch.tensor(gain, dtype=torch.float64)[:, None, None]
     places = torch.arange(_BASE) * _BASE ** torch.arange(_DIGITS)[:, None]
     turns = places[..., None] * frequencies[:rotating]
     return relative.float(), torch.stack([turns.cos(), turns.sin()], dim=2)

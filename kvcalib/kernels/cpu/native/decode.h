@@ -47,7 +47,7 @@ static void score_run(const RunOf in, Sums<NQ>& result) {
   const uint8_t* record = in.record;
   const float* table = in.table;
   Wide wide;
-  if constexpr (is_wide<W, trellis>) wide = wide_at(table);
+  if constexpr (is_wide<W, trellis>) wide = wide_at<bits>(table);
   Sums<NQ> s = result;
   for (int j = 0; j < in.run.units; ++j, record += 4 * W, table += 2 * in.run.table_step) {
     const int c = in.units[j], d = c + in.pairs;
@@ -56,8 +56,9 @@ static void score_run(const RunOf in, Sums<NQ>& result) {
     if constexpr (is_wide<W, trellis>) {
       const Vec step[2] = {splat(in.step[c]), splat(in.step[d])}, base[2] = {splat(in.base[c]), splat(in.base[d])};
       for (int h = 0; h < kHalves; ++h) {
-        x[h] = fma(pick_wide(windows<W, bits - W, 0>(record + h * in.half_bytes), wide), step[0], base[0]);
-        y[h] = fma(pick_wide(windows<W, bits - W, 1>(record + h * in.half_bytes), wide), step[1], base[1]);
+        const uint8_t* half = record + h * in.half_bytes;
+        pick_two<bits>(windows<W, bits - W, 0>(half), windows<W, bits - W, 1>(half), wide, x[h], y[h]);
+        x[h] = fma(x[h], step[0], base[0]), y[h] = fma(y[h], step[1], base[1]);
       }
     } else {
       Table first = table_at<bits>(table), second = table_at<bits>(table + in.run.table_step);
@@ -168,22 +169,19 @@ static void value_tiles(const uint8_t* record, int64_t next_page, const Run run,
   constexpr int bits = window_bits<W, trellis>;
   Table levels;
   Wide wide;
-  if constexpr (is_wide<W, trellis>) wide = wide_at(table);
+  if constexpr (is_wide<W, trellis>) wide = wide_at<bits>(table);
   else levels = table_at<bits>(table);
-  const auto level_of = [&](Codes c) {
-    if constexpr (is_wide<W, trellis>) return pick_wide(c, wide);
-    else return pick_from<bits>(c, levels.v);
-  };
   for (int tile = 0; tile < run.units; ++tile, out += kLanes) {
     Vec even[NQ], odd[NQ];
     for (int n = 0; n < NQ; ++n) even[n] = load(out + n * padded), odd[n] = splat(0.0f);
-    Codes window = no_codes();
+    Codes b = no_codes();
     for (int t = 0; t < kPage; t += 2, record += 4 * W) {
       __builtin_prefetch(record + next_page);
-      window = next_windows<W, bits - W, 0>(record, window);
-      const Vec x = level_of(window);
-      window = next_windows<W, bits - W, 1>(record, window);
-      const Vec y = level_of(window);
+      const Codes a = next_windows<W, bits - W, 0>(record, b);
+      b = next_windows<W, bits - W, 1>(record, a);
+      Vec x, y;
+      if constexpr (is_wide<W, trellis>) pick_two<bits>(a, b, wide, x, y);
+      else x = pick_from<bits>(a, levels.v), y = pick_from<bits>(b, levels.v);
       for (int n = 0; n < NQ; ++n) {
         even[n] = fma(splat(weights[n * kPage + t]), x, even[n]);
         odd[n] = fma(splat(weights[n * kPage + t + 1]), y, odd[n]);

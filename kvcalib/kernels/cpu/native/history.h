@@ -11,9 +11,10 @@ constexpr int history_of(int width) {
 template <int W, bool trellis>
 constexpr int window_bits = W + (trellis ? history_of(W) : 0);
 
-// Whether a table of that many levels is kept as `Wide`: shared by all channels, never folded into their frames.
+// Whether there are so many levels that keys share one table, `Wide`, too: a table per channel with its frame folded in
+// is more to read than the frame.
 template <int W, bool trellis>
-constexpr bool is_wide = trellis && window_bits<W, trellis> == 6;
+constexpr bool is_wide = trellis && window_bits<W, trellis> >= 5;
 
 // Where the table of one width begins among those of width 1, 2, ... end to end.
 constexpr int trellis_table_at(int width) {

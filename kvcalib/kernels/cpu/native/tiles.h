@@ -38,17 +38,20 @@ template <int W, bool trellis, Mode mode>
 static void key_run(const uint8_t* record, const Run run, const float* table, const int32_t* units, int half, int dim,
                     const Affine affine, float* tile) {
   constexpr int bits = window_bits<W, trellis>;
-  const auto x_of = [&](Codes window, const float* levels, int channel) {
-    if constexpr (!is_wide<W, trellis>) return key_of<mode>(look_up<bits>(window, levels), affine, channel, half, dim);
-    const Vec level = pick_wide(window, wide_at(levels));
-    if constexpr (mode != Mode::kNone) return key_of<mode>(level, affine, channel, half, dim);
-    return fma(level, splat(affine.scale[channel]), splat(affine.zero[channel]));
+  constexpr bool framed = is_wide<W, trellis> && mode == Mode::kNone;
+  Wide wide;
+  if constexpr (is_wide<W, trellis>) wide = wide_at<bits>(table);
+  const auto x_of = [&](Vec level, int channel) {
+    if constexpr (framed) return fma(level, splat(affine.scale[channel]), splat(affine.zero[channel]));
+    else return key_of<mode>(level, affine, channel, half, dim);
   };
   for (int j = 0; j < run.units; ++j, record += 4 * W, table += 2 * run.table_step) {
     const int c = units[j], d = c + dim / 2;
-    const Vec x = x_of(windows<W, bits - W, 0>(record), table, c);
-    const Vec y = x_of(windows<W, bits - W, 1>(record), table + run.table_step, d);
-    store(tile + c * kPage + half * kLanes, x), store(tile + d * kPage + half * kLanes, y);
+    const Codes a = windows<W, bits - W, 0>(record), b = windows<W, bits - W, 1>(record);
+    Vec x, y;
+    if constexpr (is_wide<W, trellis>) pick_two<bits>(a, b, wide, x, y);
+    else x = look_up<bits>(a, table), y = look_up<bits>(b, table + run.table_step);
+    store(tile + c * kPage + half * kLanes, x_of(x, c)), store(tile + d * kPage + half * kLanes, x_of(y, d));
   }
 }
 
@@ -200,17 +203,18 @@ static void value_run(const uint8_t* record, const Run run, const float* table, 
                       const Affine affine, float* out) {
   constexpr int bits = window_bits<W, books == Books::kTrellis>;
   constexpr int entries = W <= 4 ? 16 : 1 << W;
+  constexpr bool as_wide = is_wide<W, books == Books::kTrellis>;
+  Wide wide;
+  if constexpr (as_wide) wide = wide_at<bits>(table);
   for (int tile = first; tile < first + run.units; ++tile, table += kLanes * run.table_step) {
-    const auto level_of = [&](Codes c) {
-      if constexpr (books == Books::kOwn) return look_up_own<W>(c, table, entries);
-      else if constexpr (is_wide<W, books == Books::kTrellis>) return pick_wide(c, wide_at(table));
-      else return look_up<bits>(c, table);
-    };
     Codes b = no_codes();
     for (int t = 0; t < kPage; t += 2, record += 4 * W) {
       const Codes a = next_windows<W, bits - W, 0>(record, b);
       b = next_windows<W, bits - W, 1>(record, a);
-      const Vec x = level_of(a), y = level_of(b);
+      Vec x, y;
+      if constexpr (books == Books::kOwn) x = look_up_own<W>(a, table, entries), y = look_up_own<W>(b, table, entries);
+      else if constexpr (as_wide) pick_two<bits>(a, b, wide, x, y);
+      else x = look_up<bits>(a, table), y = look_up<bits>(b, table);
       store(out + t * padded + tile * kLanes, value_of<mode>(x, affine, t, tile, padded));
       store(out + (t + 1) * padded + tile * kLanes, value_of<mode>(y, affine, t + 1, tile, padded));
     }

@@ -196,14 +196,42 @@ KV_INLINE Vec look_up(Codes c, const float* table) {
   return {_mm256_i32gather_ps(table, _mm256_and_si256(c.a, mask), 4),
           _mm256_i32gather_ps(table, _mm256_and_si256(c.b, mask), 4)};
 }
-// A table of 64 levels that all channels share.
+// Levels that are exact in bf16, shared by all channels: their low bytes and their high bytes, 16 in every half.
 struct Wide {
-  const float* table;
+  __m256i low[4], high[4];
 };
-KV_INLINE Wide wide_at(const float* table) { return {table}; }
-KV_INLINE Vec pick_wide(Codes c, Wide wide) {
-  const Vec entries[4] = {load(wide.table), load(wide.table + 16), load(wide.table + 32), load(wide.table + 48)};
-  return pick_from<6>(c, entries);
+template <int bits>
+KV_INLINE Wide wide_at(const float* table) {
+  alignas(16) uint8_t low[1 << bits], high[1 << bits];
+  for (int i = 0; i < 1 << bits; ++i) {
+    uint32_t word;
+    __builtin_memcpy(&word, table + i, 4);
+    low[i] = static_cast<uint8_t>(word >> 16), high[i] = static_cast<uint8_t>(word >> 24);
+  }
+  Wide wide;
+  for (int g = 0; g < (1 << bits) / 16; ++g) {
+    wide.low[g] = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(low + 16 * g)));
+    wide.high[g] = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(high + 16 * g)));
+  }
+  return wide;
+}
+// 32 levels at once, for a shuffle of bytes takes that many.
+template <int bits>
+KV_INLINE void pick_two(Codes a, Codes b, const Wide& table, Vec& x, Vec& y) {
+  const __m256i mask = _mm256_set1_epi32((1 << bits) - 1), zero = _mm256_setzero_si256();
+  const __m256i first = _mm256_packus_epi32(_mm256_and_si256(a.a, mask), _mm256_and_si256(a.b, mask));
+  const __m256i second = _mm256_packus_epi32(_mm256_and_si256(b.a, mask), _mm256_and_si256(b.b, mask));
+  const __m256i index = _mm256_packus_epi16(first, second);
+  __m256i low = zero, high = zero;
+  for (int g = 0; g < (1 << bits) / 16; ++g) {  // a byte that belongs to another group gets bit 7, which picks 0
+    const __m256i from = _mm256_sub_epi8(index, _mm256_set1_epi8(static_cast<char>(16 * g)));
+    const __m256i own = _mm256_adds_epu8(from, _mm256_set1_epi8(0x70));
+    low = _mm256_or_si256(low, _mm256_shuffle_epi8(table.low[g], own));
+    high = _mm256_or_si256(high, _mm256_shuffle_epi8(table.high[g], own));
+  }
+  const __m256i of_a = _mm256_unpacklo_epi8(low, high), of_b = _mm256_unpackhi_epi8(low, high);
+  x = {_mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, of_a)), _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, of_a))};
+  y = {_mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, of_b)), _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, of_b))};
 }
 KV_INLINE void transpose_eight(__m256& a, __m256& b, __m256& c, __m256& d) {
   const __m256d ab = _mm256_castps_pd(_mm256_unpacklo_ps(a, b)), ab2 = _mm256_castps_pd(_mm256_unpackhi_ps(a, b));

@@ -150,16 +150,27 @@ KV_INLINE Codes next_windows(const uint8_t* record, Codes before) {
   }
 }
 
-// 64 levels that are exact in bf16: their low bytes and their high bytes. See Side::tables.
+// 32 levels, or 64 that are exact in bf16: their low bytes and their high bytes. See Side::tables.
 struct Wide {
   __m512i low, high;
+  Vec v[2];
 };
+template <int bits>
 KV_INLINE Wide wide_at(const float* table) {
-  return {_mm512_loadu_si512(table + 64), _mm512_loadu_si512(table + 80)};
+  Wide wide;
+  if constexpr (bits == 6) wide.low = _mm512_loadu_si512(table + 64), wide.high = _mm512_loadu_si512(table + 80);
+  else wide.v[0] = load(table), wide.v[1] = load(table + kLanes);
+  return wide;
 }
-KV_INLINE Vec pick_wide(Codes c, Wide table) {
+template <int bits>
+KV_INLINE Vec pick_wide(Codes c, const Wide& table) {
+  if constexpr (bits == 5) return _mm512_permutex2var_ps(table.v[0], c, table.v[1]);
   const __m512i low = _mm512_maskz_permutexvar_epi8(0x4444444444444444u, c, table.low);
   return _mm512_castsi512_ps(_mm512_mask_permutexvar_epi8(low, 0x8888888888888888u, c, table.high));
+}
+template <int bits>
+KV_INLINE void pick_two(Codes a, Codes b, const Wide& table, Vec& x, Vec& y) {
+  x = pick_wide<bits>(a, table), y = pick_wide<bits>(b, table);
 }
 
 template <int W>

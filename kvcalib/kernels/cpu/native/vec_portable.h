@@ -135,12 +135,16 @@ KV_INLINE Vec pick_from(const Codes& c, const Vec (&table)[4]) {
   for (int i = 0; 16 * i < 1 << W; ++i) store(entries + 16 * i, table[i]);
   return look_up<W>(c, entries);
 }
-// A table of 64 levels that all channels share.
+// A table of 32 or 64 levels that all channels share.
 struct Wide {
   const float* table;
 };
+template <int bits>
 KV_INLINE Wide wide_at(const float* table) { return {table}; }
-KV_INLINE Vec pick_wide(const Codes& c, Wide wide) { return look_up<6>(c, wide.table); }
+template <int bits>
+KV_INLINE void pick_two(const Codes& a, const Codes& b, const Wide& wide, Vec& x, Vec& y) {
+  x = look_up<bits>(a, wide.table), y = look_up<bits>(b, wide.table);
+}
 // Transposes the four 4 x 4 blocks that four rows of 16 are made of; its own inverse.
 KV_INLINE void transpose4(Vec (&r)[4]) {
   for (int block = 0; block < 4; ++block)
