@@ -223,6 +223,18 @@ def test_an_artifact_that_is_no_path(model, artifact, place):
             CalibratedCache.from_pretrained(given, model)
 
 
+def test_no_rows_and_no_plain_tensors(model, ids, artifact):
+    cache = CalibratedCache(artifact, model)
+    with torch.no_grad():
+        model(ids, cache=cache)
+    for act in (lambda: cache.batch_select_indices(torch.tensor([]).long()), lambda: cache.batch_repeat_interleave(0)):
+        with pytest.raises(ConfigError, match=r"one row or more; cache.reset\(\)"):
+            act()
+    with pytest.raises(UnsupportedModel, match="no plain keys and values"):
+        list(cache)
+    assert (cache.get_seq_length(), cache.layers[0].store.batch) == (60, 1)
+
+
 def test_dropout(ids):
     model = tiny("llama", attention_dropout=0.5).train()
     cache = CalibratedCache(make_artifact(model, cache_spec(window=8, sink=2), ids), model)
