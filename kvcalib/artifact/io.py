@@ -81,6 +81,8 @@ def load_artifact(path: str | Path) -> Artifact:
 
 def locate(path: str | Path) -> Path:
     """Local file, folder with the default file name, or a file fetched from the hub."""
+    if not isinstance(path, str | os.PathLike):
+        raise ArtifactError(f"an artifact is named by its path or a hub id, not by {type(path).__name__}")
     local = Path(path).expanduser()
     if local.is_dir():
         local = local / FILE_NAME

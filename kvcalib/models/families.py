@@ -140,6 +140,12 @@ def _refuse_layer(model: PreTrainedModel, index: int, module: nn.Module) -> None
             model,
             f"layer {index} ({name}) computes attention itself, not through ALL_ATTENTION_FUNCTIONS",
         )
+    for part in ("k_proj", "v_proj"):
+        if not hasattr(getattr(module, part, None), "out_features") and hasattr(module, part):
+            kind = type(getattr(module, part)).__name__
+            raise _refusal(
+                model, f"{part} of layer {index} is a {kind} of no known size; merge adapters into the weights"
+            )
     if hasattr(module, "kv_lora_rank"):
         raise _refusal(model, f"layer {index} ({name}) caches a compressed latent (MLA), not keys and values")
     if getattr(module, "sinks", None) is not None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from kvcalib.errors import UnsupportedModel
 from kvcalib.models.families import attention_modules, layer_shapes, text_config
 
 FIELDS = (
@@ -72,8 +73,9 @@ def weights_sample(model: PreTrainedModel) -> str:
     """sha256 over a sample of every weight of the model: what a cached token depends on, at no cost."""
     digest = hashlib.sha256()
     for name, weight in sorted(model.state_dict().items()):
+        values = _values(model, name, weight)
         digest.update(f"{name}:{weight.dtype}:{list(weight.shape)}".encode())
-        digest.update(_sample(_values(model, name, weight)))
+        digest.update(_sample(values))
     return digest.hexdigest()
 
 
@@ -104,7 +106,14 @@ def _kv_weights(model: PreTrainedModel) -> list[tuple[str, torch.Tensor, torch.T
 
 def _values(module: nn.Module, name: str, weight: torch.Tensor) -> torch.Tensor:
     """The weight itself; where accelerate keeps it on the CPU or on disk, a meta tensor stands in the module."""
+    if not isinstance(weight, torch.Tensor):
+        raise UnsupportedModel(
+            f"weights {name} are a {type(weight).__name__} and no tensor; load the model unquantised"
+        )
     if weight.device.type != "meta":
         return weight
     owner, _, leaf = name.rpartition(".")
-    return module.get_submodule(owner)._hf_hook.weights_map[leaf]
+    hook = getattr(module.get_submodule(owner), "_hf_hook", None)
+    if hook is None:
+        raise UnsupportedModel(f"weights {name} are on the device meta, without numbers; load the model")
+    return hook.weights_map[leaf]

@@ -70,6 +70,9 @@ class CalibratedCache(Cache):
             layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
 
+    def __iter__(self):
+        raise UnsupportedModel("a CalibratedCache holds no plain keys and values to go through; DynamicCache does")
+
     def _ours(self) -> list[CalibratedLayer]:
         return [layer for layer in self.layers if type(layer) is CalibratedLayer]
 

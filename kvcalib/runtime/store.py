@@ -240,6 +240,8 @@ class LayerStore:
         """Row i becomes a copy of row index[i]; repeats and omissions are allowed."""
         if self.layout is None:
             return
+        if not len(index):
+            raise ConfigError("a cache keeps one row or more; cache.reset() empties it")
         for name, tensor in self.tensors().items():
             setattr(self, name, tensor.index_select(0, index.to(tensor.device)))
         for name in ("page_counts", "sink_counts", "forgotten"):

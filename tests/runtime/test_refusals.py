@@ -181,6 +181,60 @@ def test_additive_masks_as_people_write_them(ids, hidden, dtype):
     assert torch.equal(*logits)
 
 
+class Wrapped(torch.nn.Module):
+    """An adapter around a projection."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+
+    def forward(self, x):
+        return self.base(x)
+
+
+def with_an_adapter():
+    model = tiny("llama")
+    model.model.layers[1].self_attn.k_proj = Wrapped(model.model.layers[1].self_attn.k_proj)
+    return model
+
+
+def packed_by_torch():
+    return torch.ao.quantization.quantize_dynamic(tiny("llama"), {torch.nn.Linear})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (with_an_adapter, "k_proj of layer 1 is a Wrapped of no known size; merge adapters"),
+        (packed_by_torch, "weights k_proj.* and no tensor; load the model unquantised"),
+        (lambda: tiny("llama").to("meta"), "on the device meta, without numbers; load the model"),
+    ],
+)
+def test_weights_that_cannot_be_read(artifact, make, words):
+    with pytest.raises(UnsupportedModel, match=words):
+        CalibratedCache(artifact, make())
+
+
+@pytest.mark.parametrize("place", [None, 3])
+def test_an_artifact_that_is_no_path(model, artifact, place):
+    for given in (place, artifact):
+        with pytest.raises(ArtifactError, match=f"path or a hub id, not by {type(given).__name__}"):
+            CalibratedCache.from_pretrained(given, model)
+
+
+def test_no_rows_and_no_plain_tensors(model, ids, artifact):
+    cache = CalibratedCache(artifact, model)
+    with torch.no_grad():
+        model(ids, cache=cache)
+    for act in (lambda: cache.batch_select_indices(torch.tensor([]).long()), lambda: cache.batch_repeat_interleave(0)):
+        with pytest.raises(ConfigError, match=r"one row or more; cache.reset\(\)"):
+            act()
+    with pytest.raises(UnsupportedModel, match="no plain keys and values"):
+        list(cache)
+    assert (cache.get_seq_length(), cache.layers[0].store.batch) == (60, 1)
+
+
 def test_dropout(ids):
     model = tiny("llama", attention_dropout=0.5).train()
     cache = CalibratedCache(make_artifact(model, cache_spec(window=8, sink=2), ids), model)
