@@ -234,9 +234,12 @@ def test_unknown_name_lists_the_known_ones():
 @pytest.mark.parametrize("name", ["wikitext2", "c4"])
 def test_offline_is_a_sentence_at_once(name, monkeypatch, tmp_path):
     from datasets import config
+    from huggingface_hub import constants
 
-    monkeypatch.setattr(config, "HF_HUB_OFFLINE", False)
+    for module in (config, constants):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(config, "HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path)
     begun = time.monotonic()
     with pytest.raises(MissingInput, match=r"data\.path=FOLDER") as caught:
