@@ -1,4 +1,4 @@
-"""An artifact without calibration: frames from one forward pass, levels that need no data."""
+"""An artifact without calibration, frames from one forward pass, levels that need no data; and caches of it."""
 
 import torch
 from transformers import DynamicCache
@@ -11,6 +11,7 @@ from kvcalib.models.rotary import rotary
 from kvcalib.quant import trellis
 from kvcalib.quant.rope import make_rope, to_pre_rope
 from kvcalib.quant.spec import CacheSpec, Tables, TensorSpec
+from kvcalib.runtime.cache import CalibratedCache
 
 IDENTITY = TensorSpec(16, "none", "static")
 KEYS = {
@@ -53,6 +54,22 @@ def make_artifact(model, spec: CacheSpec, ids: torch.Tensor) -> Artifact:
         key = pre if spec.key.rope == "pre" else key[..., rope.order]
         layers[index] = LayerTables(_tables(key, spec.key), _tables(value, spec.value))
     return Artifact(spec, layers, identity(model))
+
+
+def filled(artifact, model, ids, mask=None) -> CalibratedCache:
+    """A cache after one pass over ids [B, T]."""
+    cache = CalibratedCache(artifact, model)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, cache=cache)
+    return cache
+
+
+def left_padded(ids):
+    """The mask that hides 13 columns of row 1, 26 of row 2, and so on."""
+    mask = torch.ones_like(ids)
+    for row in range(len(ids)):
+        mask[row, : 13 * row] = 0
+    return mask
 
 
 def _tables(x: torch.Tensor, spec: TensorSpec) -> Tables:

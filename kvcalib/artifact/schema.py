@@ -137,6 +137,8 @@ def _combination_problems(name: str, spec: TensorSpec) -> list[str]:
         found.append("rounding=feedback needs quantised levels, not levels=none")
     if spec.rounding == "trellis" and (spec.levels != "mixed" or spec.books != "layer" or spec.bits > trellis.WIDEST):
         found.append(f"rounding=trellis needs levels=mixed, books=layer and at most {trellis.WIDEST} bits")
+    if name == "key" and spec.rounding == "trellis" and spec.rope == "none":
+        found.append("rounding=trellis of keys needs rope=pre or post")
     if name == "key" and spec.rotation != "none":
         found.append(f"rotation={spec.rotation} must be none (rotary embedding does not commute with it)")
     return found

@@ -19,6 +19,8 @@ import torch
 
 _DIAGONAL = 0.02
 """Share of the diagonal that is mixed in."""
+_FLOOR = 1e-6
+"""Share of the mean diagonal that every channel has at least, or a dead one would have to make up for all others."""
 
 
 class Feedback(NamedTuple):
@@ -52,7 +54,8 @@ def head_fisher(grad: torch.Tensor) -> torch.Tensor:
     if trace == 0:
         return torch.eye(grad.shape[1], dtype=torch.float64)
     fisher = fisher * (grad.square().sum() / len(grad) / trace)
-    return (1 - _DIAGONAL) * fisher + _DIAGONAL * torch.diag(fisher.diagonal())
+    diagonal = _DIAGONAL * fisher.diagonal() + _FLOOR * fisher.diagonal().mean()
+    return (1 - _DIAGONAL) * fisher + torch.diag(diagonal)
 
 
 def _of_head(fisher: torch.Tensor) -> Feedback:

@@ -57,14 +57,11 @@ def fit_table(
     alone = separate.repeat_interleave(2 ** trellis.history(width))
     if trellis.history(width) == 0 or len(sample.v) == 0:
         return alone
-    # error feedback asks channels that hardly matter for values of any size: none may pull a level out of reach
-    low, high = separate.min() * 1.5 - separate.max() * 0.5, separate.max() * 1.5 - separate.min() * 0.5
-    sample = sample._replace(v=sample.v.clamp(low, high))
     quantiles = torch.special.ndtr(torch.tensor(_NORMAL[width], dtype=torch.float64)).numpy()
     below = (np.cumsum(mass) - mass / 2) / mass.sum()
     order = torch.randperm(len(sample.v), generator=torch.Generator().manual_seed(0))
     fitted, judged = (Sample(*(t[part] for t in sample)) for part in (order[:_SPANS], order[-_SPANS:]))
-    start = torch.from_numpy(np.interp(quantiles, below, centres)).float().clamp(low, high)
+    start = torch.from_numpy(np.interp(quantiles, below, centres)).float()
     levels = _lloyd(fitted, start, width).bfloat16().float()
     return min(levels, alone, key=lambda table: _distortion(judged, table, width))
 

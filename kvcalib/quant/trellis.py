@@ -7,12 +7,12 @@ after token, and the level of a token is the entry of the table at
 
 so that 2**h states connect the tokens, each leading to all levels that begin with its h bits. Encoding looks for the
 path of least weighted squared error through the tokens of a page (Viterbi); decoding is a shift and a look-up, for all
-tokens at once. At the same rate the error is 0.5 to 1 dB below that of the best separate levels for a normal
-distribution, and up to 2 dB for one with long tails, because a path can spend its reach where it is needed.
+tokens at once. At the same rate the error is 0.5 to 1.3 dB below that of the best separate levels for a normal
+distribution, and more for one with long tails, because a path can spend its reach where it is needed.
 
 (Trellis-coded quantisation: Marcellin and Fischer 1990; with overlapping windows of a stream, as in QTIP, arXiv
 2406.11235, which codes weights.) A table has at most 64 entries, what kernels hold in registers, so the widest codes
-have less history or none. The stream begins anew, with zeros, every `SPAN` tokens.
+have less history or none. The stream begins anew, with zeros, `TensorSpec.span` tokens.
 """
 
 import torch

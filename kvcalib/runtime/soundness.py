@@ -80,7 +80,8 @@ def _row_problems(layout: PageLayout, held: dict, counts: dict, row: int) -> Ite
 def _page_problems(layout: PageLayout, pages: torch.Tensor, page_counts: list[int]) -> Iterator[str]:
     used = torch.cat([pages[row, :count] for row, count in enumerate(page_counts)])
     tokens, first = layout.read(used, "tokens"), layout.read(used, "first_position")
-    if ((tokens < 1) | (tokens > PAGE) | (first < 0)).any():
+    nowhere = (first < 0) if layout.spec.key.rope == "pre" else torch.zeros_like(first, dtype=torch.bool)
+    if ((tokens < 1) | (tokens > PAGE) | nowhere).any():
         yield f"a page of fewer than 1 or more than {PAGE} tokens, or at no position"
     for name, dim in (("key", layout.key_dim), ("value", layout.value_dim)):
         places, rows = layout.read(used, f"{name}_positions"), layout.read(used, f"{name}_rows")

@@ -59,6 +59,12 @@ def test_a_head_without_gradient_is_rounded_to_nearest():
     assert (energy(grad)[:, 1] == 1).all()
 
 
+def test_a_channel_that_hardly_matters_is_not_asked_to_make_up_for_all_others():
+    grad = _gradients()
+    grad[..., 2] = 1e-8 * grad[..., 0]
+    assert fit_feedback(grad).matrix.abs().max() < 10
+
+
 def test_dead_channels_and_few_tokens_give_finite_numbers():
     grad = _gradients(count=3)
     grad[..., 2] = 0

@@ -57,16 +57,6 @@ def test_where_paths_save_nothing_levels_stand_alone():
     assert _error(v, levels, 2) == 0
 
 
-def test_values_far_out_pull_no_level_along():
-    v, far = _draw("normal", 400), _draw("normal", 400)
-    far[::7] = 1e6
-    separate = _separate(v, 2)
-    mass, edges = np.histogram(v.numpy(), 2000)
-    middles = (edges[1:] + edges[:-1]) / 2
-    levels = fit_table(middles, mass + 1e-3, separate, Sample(far, torch.ones_like(v), torch.ones_like(v)), 2)
-    assert levels.abs().max() < 3 * separate.abs().max()
-
-
 def test_a_sample_without_weight_gives_finite_levels():
     v = _draw("normal", 100)
     levels = _fit(v, torch.zeros_like(v), 2, _separate(v, 2))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, safe_open, save_file
 from kvcalib.artifact.io import load_artifact, save_artifact
 from kvcalib.errors import ArtifactError, ConfigError
 from kvcalib.runtime.cache import CalibratedCache
-from tests.helpers import cache_spec, make_artifact
+from tests.helpers import cache_spec, filled, left_padded, make_artifact
 from tests.models.zoo import tiny
 
 
@@ -28,20 +28,6 @@ def ids():
 @pytest.fixture(scope="module")
 def artifact(model, ids):
     return make_artifact(model, cache_spec("static", "token", window=8, sink=2), ids[:1])
-
-
-def filled(artifact, model, ids, mask=None):
-    cache = CalibratedCache(artifact, model)
-    with torch.no_grad():
-        model(ids, attention_mask=mask, cache=cache)
-    return cache
-
-
-def left_padded(ids):
-    mask = torch.ones_like(ids)
-    for row in range(len(ids)):
-        mask[row, : 13 * row] = 0
-    return mask
 
 
 def assert_same_store(ours, theirs):
@@ -251,3 +237,12 @@ def test_the_file_is_plain_safetensors(model, ids, artifact, tmp_path):
     save_file(load_file(path), path)
     with pytest.raises(ArtifactError, match="not a saved cache"):
         CalibratedCache.load(path, artifact, model)
+
+
+def test_keys_after_rotary_may_be_at_any_position(model, ids, tmp_path):
+    artifact = make_artifact(model, cache_spec("token", "token", sink=1), ids[:1])
+    cache = CalibratedCache(artifact, model)
+    with torch.no_grad():
+        model(ids[:1], position_ids=torch.arange(ids.shape[1])[None] - 40, cache=cache)
+    cache.save(tmp_path / "cache.safetensors")
+    assert_same_store(CalibratedCache.load(tmp_path / "cache.safetensors", artifact, model), cache)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, safe_open, save_file
 from kvcalib.artifact.fingerprint import checksum
 from kvcalib.errors import ArtifactError
 from kvcalib.runtime.cache import CalibratedCache
-from tests.helpers import cache_spec, make_artifact
+from tests.helpers import cache_spec, filled, left_padded, make_artifact
 from tests.models.zoo import tiny
 
 
@@ -26,20 +26,6 @@ def ids():
 @pytest.fixture(scope="module")
 def artifact(model, ids):
     return make_artifact(model, cache_spec("static", "token", window=8, sink=2), ids[:1])
-
-
-def filled(artifact, model, ids, mask=None):
-    cache = CalibratedCache(artifact, model)
-    with torch.no_grad():
-        model(ids, attention_mask=mask, cache=cache)
-    return cache
-
-
-def left_padded(ids):
-    mask = torch.ones_like(ids)
-    for row in range(len(ids)):
-        mask[row, : 13 * row] = 0
-    return mask
 
 
 def edited(path, tensors=None, header=None):
