@@ -1,27 +1,10 @@
 """Cross-field checks name every problem at once, in sentences with the value and what is allowed."""
 
-import copy
-from pathlib import Path
-
 import pytest
-from hydra import compose, initialize_config_dir
 
-from kvcalib import cli
 from kvcalib.checks import check, problems
 from kvcalib.errors import ConfigError
 from kvcalib.settings import Levels, Rope
-
-
-@pytest.fixture(scope="module")
-def default_settings():
-    cli.register_schema()
-    with initialize_config_dir(cli.conf_dir(), version_base="1.3"):
-        return cli.to_settings(compose("config", ["quant=nuq3"]), Path("/launch"))
-
-
-@pytest.fixture
-def settings(default_settings):
-    return copy.deepcopy(default_settings)
 
 
 def test_default_has_no_problem(settings):

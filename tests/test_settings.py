@@ -1,26 +1,9 @@
 """Every key is known by its dotted name; paths become absolute relative to the launch."""
 
-import copy
-from pathlib import Path
-
 import pytest
-from hydra import compose, initialize_config_dir
 
-from kvcalib import cli
 from kvcalib.settings import STAGES, absolute_paths, known_keys, plain
 from kvcalib.stages import TABLE
-
-
-@pytest.fixture(scope="module")
-def default_settings():
-    cli.register_schema()
-    with initialize_config_dir(cli.conf_dir(), version_base="1.3"):
-        return cli.to_settings(compose("config", ["quant=nuq3"]), Path("/launch"))
-
-
-@pytest.fixture
-def settings(default_settings):
-    return copy.deepcopy(default_settings)
 
 
 def test_stage_names_are_those_of_the_table():

@@ -1,30 +1,15 @@
 """What decides a stage's result: the settings that each stage reads, and nothing else."""
 
 import copy
-from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 
-from kvcalib import cli
 from kvcalib.checks import check
 from kvcalib.planner import Planner
 from kvcalib.settings import Device, Levels, Range
 from kvcalib.stages import TABLE, _shipped, _spec
 
 NAMES = [stage.name for stage in TABLE]
-
-
-@pytest.fixture(scope="module")
-def composed():
-    cli.register_schema()
-    with initialize_config_dir(cli.conf_dir(), version_base="1.3"):
-        return cli.to_settings(compose("config", ["quant=nuq3"]), Path("/launch"))
-
-
-@pytest.fixture
-def settings(composed):
-    return copy.deepcopy(composed)
 
 
 def changed(before, after):
