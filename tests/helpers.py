@@ -92,13 +92,13 @@ def _tables(x: torch.Tensor, spec: TensorSpec) -> Tables:
     if spec.feeds_back:
         matrix, order, _ = fit_feedback(x.float() * torch.linspace(-1, 1, x.shape[-1]))
         tables = tables._replace(feedback=matrix, order=order)
-    return tables._replace(widths=_widths(largest)) if spec.levels == "mixed" else tables
+    return tables._replace(widths=_widths(largest, tiles=spec.rope == "none")) if spec.levels == "mixed" else tables
 
 
-def _widths(largest: torch.Tensor) -> torch.Tensor:
-    """uint8 [H, D]: 2 to 5 bits, equal in rotary pairs and in tiles of 16 (D <= 32 has pairs in one tile)."""
+def _widths(largest: torch.Tensor, *, tiles: bool) -> torch.Tensor:
+    """uint8 [H, D]: 2 to 5 bits, equal in rotary pairs of keys and in tiles of 16 channels of values."""
     heads, dim = largest.shape
-    if dim > 16:
+    if tiles or dim > 16:
         return (2 + torch.arange(heads) % 4)[:, None].expand(-1, dim).to(torch.uint8).contiguous()
     return (2 + torch.arange(dim // 2) % 4).repeat(2).expand(heads, -1).to(torch.uint8).contiguous()
 

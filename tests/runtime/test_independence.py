@@ -99,9 +99,30 @@ def test_a_detour_within_the_window_leaves_no_trace(family, ids):
         assert torch.equal(pages(ours), pages(theirs))
 
 
-@pytest.mark.parametrize("key", ["static", "mixed", "group"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2", "falcon", "gemma3_text"])
+def test_a_trellis_connects_no_rows_and_no_calls(family, ids):
+    """Paths run through the tokens of a page, whoever stands beside it and however they came."""
+    model = wide(family)
+    artifact = artifact_of(model, ids, key="trellis", value="trellis")
+    packed = []
+    for sizes in ([TOKENS], [7] * 12 + [6], [1] * TOKENS):
+        cache = CalibratedCache(artifact, model)
+        forward(model, ids[:1], cache, sizes)
+        packed.append(pages(stores(cache)[0]).clone())
+    rows = CalibratedCache(artifact, model)
+    forward(model, ids, rows, [TOKENS])
+    packed.append(pages(stores(rows)[0], 0))
+    assert len(packed[0]) > 0
+    assert all(torch.equal(those, packed[0][-len(those) :]) for those in packed[1:])
+
+
+@pytest.mark.parametrize("key", ["static", "mixed", "trellis", "group"])
 def test_a_detour_into_pages_keeps_what_was_packed_and_packs_the_rest_again_alike(key, ids):
-    """Tokens of a page that is cut wait as precise as they were stored, and nearly always get their old codes again."""
+    """Tokens of a page that is cut wait as precise as they were stored, and nearly always get their old codes again.
+
+    A trellis may find a better path for what comes after them, and move them by a part of their error.
+    """
+    codes, moved = (0.3, 0.2) if key == "trellis" else (0.05, 0.02)
     model = wide("llama")
     artifact = artifact_of(model, ids, key=key, window=0)
     straight, detour = CalibratedCache(artifact, model), CalibratedCache(artifact, model)
@@ -115,9 +136,9 @@ def test_a_detour_into_pages_keeps_what_was_packed_and_packs_the_rest_again_alik
     layout = ours.layout
     for name in ("key_codes", "value_codes"):
         again, before = (layout.read(pages(store)[1:], name) for store in (ours, theirs))
-        assert (again != before).float().mean() < 0.05
+        assert (again != before).float().mean() < codes
     a, b = ours.decode(pages(ours)[1:]), theirs.decode(pages(theirs)[1:])
-    assert (a[0] - b[0]).abs().mean() < 0.02 * b[0].abs().mean()
+    assert (a[0] - b[0]).abs().mean() < moved * b[0].abs().mean()
 
 
 def test_the_number_of_threads_changes_nothing(ids):

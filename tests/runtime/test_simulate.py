@@ -19,6 +19,7 @@ FORMATS = [
     ("static", "identity"),
     ("identity", "token"),
     ("mixed", "norm"),
+    ("trellis", "trellis"),
 ]
 
 
