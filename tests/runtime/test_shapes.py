@@ -70,7 +70,9 @@ def tables_for(x: torch.Tensor, spec: TensorSpec) -> Tables:
     tables = Tables(*frame, _levels(spec).expand(books, -1).contiguous())
     if spec.ranks_by_error:
         tables = tables._replace(weight=torch.ones(x.shape[1:]))
-    return tables._replace(widths=_widths(x.abs().amax(0), tiles=spec.rope == "none")) if spec.levels == "mixed" else tables
+    if spec.levels == "mixed":
+        tables = tables._replace(widths=_widths(x.abs().amax(0), tiles=spec.rope == "none"))
+    return tables
 
 
 def filled(key, value, spec: CacheSpec, sizes) -> LayerStore:
