@@ -112,9 +112,20 @@ def _original(module, name: str):
 
 
 class Pass:
-    """One forward pass of a model; never finished where an error ended it."""
+    """One forward pass of a model; never finished where an error ended it.
 
-    finished = False
+    committed: called when it is, by those who could go back until then; they are not kept alive.
+    """
+
+    def __init__(self):
+        self.finished, self.committed = False, []
+
+    def finish(self) -> None:
+        self.finished = True
+        for reference in self.committed:
+            if (commit := reference()) is not None:
+                commit()
+        self.committed = []
 
 
 class Watch:
@@ -133,7 +144,7 @@ class Watch:
         self.seen.current = Pass()
 
     def finish(self, _module, _args, _output) -> None:
-        self.seen.current.finished = True
+        self.seen.current.finish()
 
     def positions(self, _module, args, kwargs) -> None:
         self.seen.positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]

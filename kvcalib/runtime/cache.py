@@ -5,6 +5,8 @@ model.generate(**inputs, cache=cache)
 """
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -54,21 +56,48 @@ class CalibratedCache(Cache):
 
     def save(self, path: str | Path) -> Path:
         """Writes everything the cache holds to one safetensors file, whole or not at all; see runtime/persist.py."""
-        for layer in self._ours():
-            layer.settle()
+        self._settle()
         return save_cache(self.layers, self._artifact, self._model, path)
 
     def memory_report(self) -> dict:
         """Every byte that the cache holds, and what it comes to per element; see runtime/memory.py."""
-        for layer in self._ours():
-            layer.settle()
+        self._settle()
         return memory_report(self._ours())
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes back the last -tokens_to_remove tokens of every layer, or raises and leaves all as they were."""
+        """Takes back the last -tokens_to_remove tokens of every layer."""
+        with self._all_or_nothing():
+            for layer in self._ours():
+                layer.check_crop(tokens_to_remove)
+            super().crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx) -> None:
+        with self._all_or_nothing():
+            super().reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices) -> None:
+        with self._all_or_nothing():
+            super().batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        with self._all_or_nothing():
+            super().batch_repeat_interleave(repeats)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """What raises leaves all our layers as they were."""
+        self._settle()
+        before = [(layer.store, layer.store.state()) for layer in self._ours()]
+        try:
+            yield
+        except BaseException:
+            for store, state in before:
+                store.restore(state)
+            raise
+
+    def _settle(self) -> None:
         for layer in self._ours():
-            layer.check_crop(tokens_to_remove)
-        super().crop(tokens_to_remove)
+            layer.settle()
 
     def __iter__(self):
         raise UnsupportedModel("a CalibratedCache holds no plain keys and values to go through; DynamicCache does")
@@ -84,6 +113,7 @@ class CalibratedCache(Cache):
 
     def __deepcopy__(self, memo) -> "CalibratedCache":
         """A cache of its own over the same model and tables."""
+        self._settle()
         twin = CalibratedCache(self._artifact, self._model)
         shared = {id(layer.attachment): layer.attachment for layer in self._ours()}
         with undisturbed():

@@ -30,6 +30,8 @@ def flush(store: LayerStore) -> None:
     """Moves every complete page that lies before the window out of the recent buffer."""
     moved = [_flush_row(store, row) for row in range(store.batch)]
     if any(moved):
+        if store.sliding_window is not None:
+            _forget(store)
         _compact(store)
 
 
@@ -39,17 +41,10 @@ def _flush_row(store: LayerStore, row: int) -> bool:
     sizes = _page_sizes(store.positions[row, columns[sink:]], columns.numel() - sink - store.spec.window)
     if not sizes:
         return False
-    before = store.page_counts[row], store.sink_counts[row]
-    try:
-        if sink:
-            _move_sink(store, row, columns[:sink])
-        _write_pages(store, row, columns[sink : sink + sum(sizes)], sizes)
-    except BaseException:  # what has not moved as a whole still waits as a whole
-        store.page_counts[row], store.sink_counts[row] = before
-        raise
+    if sink:
+        _move_sink(store, row, columns[:sink])
+    _write_pages(store, row, columns[sink : sink + sum(sizes)], sizes)
     store.waiting[row, columns[: sink + sum(sizes)]] = False
-    if store.sliding_window is not None:
-        _forget(store, row)
     return True
 
 
@@ -113,16 +108,21 @@ def _write_pages(store: LayerStore, row: int, columns: torch.Tensor, sizes: list
         columns = columns[tokens:]
 
 
-def _forget(store: LayerStore, row: int) -> None:
-    """Drops the pages of a row that lie behind its sliding window, a few at a time."""
-    pages = store.pages[row, : store.page_counts[row]]
-    tokens = store.layout.read(pages, "tokens")[:, 0].long()
-    last = store.layout.read(pages, "first_position")[:, 0].long() + tokens - 1
-    seen = last > int(store.positions[row, -1]) - store.sliding_window - _ROLLBACK
-    gone = int(seen.int().argmax()) if seen.any() else 0
-    if gone >= 2:
+def _forget(store: LayerStore) -> None:
+    """Drops the pages that lie behind the sliding window of a row, a few at a time."""
+    before, copied = store.pages, False
+    for row in range(store.batch):
+        pages = before[row, : store.page_counts[row]]
+        tokens = store.layout.read(pages, "tokens")[:, 0].long()
+        last = store.layout.read(pages, "first_position")[:, 0].long() + tokens - 1
+        seen = last > int(store.positions[row, -1]) - store.sliding_window - _ROLLBACK
+        gone = int(seen.int().argmax()) if seen.any() else 0
+        if gone < 2:
+            continue
+        if not copied:
+            store.pages, copied = before.clone(), True
+        store.pages[row, : len(pages) - gone] = pages[gone:]
         store.forgotten[row] += int(tokens[:gone].sum())
-        store.pages[row, : len(pages) - gone] = pages[gone:].clone()
         store.page_counts[row] -= gone
 
 

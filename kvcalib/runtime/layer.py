@@ -10,6 +10,7 @@ does not depend on its own quantisation.
 """
 
 import logging
+import weakref
 from functools import cache
 
 import torch
@@ -49,7 +50,7 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         self.attachment = attachment
         self.is_sliding = sliding_window is not None
         self.beside_states = False
-        self._pass, self._before = None, 0
+        self._ahead = None  # of a pass that has not come to its end: the pass, and the store as it was before
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.is_initialized = True
@@ -69,32 +70,33 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         return handle, handle
 
     def _begin(self) -> None:
-        """Notes where this pass begins, after taking back what an earlier one left that did not come to its end."""
+        """Notes how a pass finds the store, after taking back an earlier one that did not come to its end."""
         current = self.attachment.current_pass()
-        if current is not self._pass:
-            self.settle()
-            self._pass, self._before = current, self.store.length
+        if self._ahead is not None and self._ahead[0] is current:
+            return
+        self.settle()
+        if current is not None:
+            self._ahead = current, self.store.state()
+            current.committed.append(weakref.WeakMethod(self._commit))
+
+    def _commit(self) -> None:
+        self._ahead = None
 
     @property
     def _interrupted(self) -> bool:
-        return self._pass is not None and not self._pass.finished
+        return self._ahead is not None and not self._ahead[0].finished
 
     def settle(self) -> None:
-        """Takes back the tokens of a pass that an error ended in this layer or a later one."""
-        if not self._interrupted:
-            return
-        ahead = self.store.length - self._before
-        if ahead and self.beside_states:
-            raise UnsupportedModel(
-                "an error ended a call in the middle, and states of other layers cannot go back to where it began; "
-                "cache.reset() and start again from the text"
-            )
-        if ahead and self._before == 0:
-            self.store.reset()
-        elif ahead:
-            with undisturbed():
-                self.store.crop(ahead)
-        self._pass = None
+        """Takes back a pass that an error ended in this layer or a later one."""
+        if self._interrupted:
+            before = self._ahead[1]
+            if self.beside_states and self.store.length != before["length"]:
+                raise UnsupportedModel(
+                    "an error ended a call in the middle, and states of other layers cannot go back to where it began; "
+                    "cache.reset() and start again from the text"
+                )
+            self.store.restore(before)
+        self._ahead = None
 
     def _positions(self, batch: int, tokens: int, device: torch.device) -> torch.Tensor:
         positions = self.attachment.positions()
@@ -146,7 +148,7 @@ class CalibratedLayer(CacheLayerMixin, Handle):
             return dispatch.attend(query, packed, scale=options["scaling"], softcap=options.get("softcap"))
 
     def get_seq_length(self) -> int:
-        return self._before if self._interrupted else self.store.length
+        return self._ahead[1]["length"] if self._interrupted else self.store.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """All columns ever seen: a mask column is a token column, whatever has been packed or dropped."""
@@ -183,7 +185,7 @@ class CalibratedLayer(CacheLayerMixin, Handle):
 
     def reset(self) -> None:
         self.store.reset()
-        self._pass, self._before = None, 0
+        self._ahead = None
         self.is_initialized = False
 
     def offload(self) -> None:

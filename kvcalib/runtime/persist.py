@@ -12,6 +12,7 @@ the saved one would have. A file belongs to one artifact and to one model, weigh
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -159,7 +160,7 @@ def _restore_store(layer, held: dict[str, torch.Tensor], counts: dict, _model) -
         setattr(store, name, tensor)
     for name in _COUNTS:
         setattr(store, name, counts[name])
-    store.frequencies.is_long = counts["is_long"]
+    store.frequencies = replace(store.frequencies, is_long=counts["is_long"])
     layer.is_initialized = True
     return None
 

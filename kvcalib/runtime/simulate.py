@@ -80,7 +80,7 @@ class SimulatedLayer(CacheLayerMixin, Handle):
         if positions is None:
             positions = torch.arange(key.shape[2])[None]
         self.positions = positions.to(key.device).expand(key.shape[0], -1)
-        self.frequencies.begin(self.positions[:, : self.chunk])
+        self.frequencies = self.frequencies.of_text(self.positions[:, : self.chunk])
         handle = self.attachment.handle(self, key, key.shape[2])
         return handle, handle
 

@@ -12,6 +12,9 @@ on how many tokens came at once. Padding is dropped as soon as every row has mov
 positions; where position ids jump (a second turn of a padded batch, packed documents) it ends early. Layers with a
 sliding window forget pages that no later query can see.
 
+A token that is stored is not written to again: what changes is made anew, or lies beyond what is in use. So `state` is
+a cheap copy of what the store refers to, and `restore` goes back to it whatever has happened in between.
+
 Nothing here knows transformers.
 """
 
@@ -48,6 +51,21 @@ class LayerStore:
         self.sliding_window, self.frequencies = sliding_window, Frequencies(rope, valid_to, long_rope)
         self.layout: PageLayout | None = None
         self.length, self.real, self.by_order = 0, None, False
+
+    def state(self) -> dict:
+        """What `restore` takes. Copies no tensor."""
+        return {name: [*held] if type(held) is list else held for name, held in self.__dict__.items()}
+
+    def restore(self, state: dict) -> None:
+        self.__dict__ = state
+
+    def __deepcopy__(self, memo) -> "LayerStore":
+        """A store of its own over the same tables."""
+        twin = object.__new__(LayerStore)
+        twin.restore(self.state())
+        for name, tensor in self.tensors().items():
+            setattr(twin, name, tensor.clone())
+        return twin
 
     @property
     def rope(self) -> Rope:
@@ -89,7 +107,7 @@ class LayerStore:
         if self.layout is None:
             self._allocate(key, value)
         if self.length == 0:  # a new cache, or one that went back to nothing
-            self.frequencies.begin(positions)
+            self.frequencies = self.frequencies.of_text(positions)
         if key.device != self.recent_key.device:  # a cache from a file
             self._move_to(key.device)
         if key.shape[0] != self.batch:
@@ -174,7 +192,7 @@ class LayerStore:
 
     def _move_to(self, device: torch.device) -> None:
         self.key_tables, self.value_tables = self.key_tables.to(device), self.value_tables.to(device)
-        self.frequencies.to(device)
+        self.frequencies = self.frequencies.to(device)
         for name, tensor in self.tensors().items():
             setattr(self, name, tensor.to(device))
 

@@ -1,5 +1,8 @@
 """An error in the middle of a call, whoever raised it: the next call finds the cache as it was before."""
 
+import copy
+import sys
+
 import pytest
 import torch
 
@@ -102,6 +105,92 @@ def test_an_error_of_anybody(family, already, error, ids, tmp_path):
         with torch.no_grad():
             ours, theirs = (model(ids[:, 90:92], cache=each).logits for each in (cache, expected))
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0.05 if already else 1e-5)
+
+
+def interrupted(call, at):
+    """Runs `call` until line `at` of the cache's own code would begin, where Ctrl-C comes; the lines there were."""
+    seen = 0
+
+    def trace(frame, event, _):
+        nonlocal seen
+        if not any(part in frame.f_code.co_filename for part in ("/kvcalib/runtime/", "/kvcalib/kernels/")):
+            return None
+        if event == "line":
+            seen += 1
+            if seen == at:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return seen
+
+
+def goes_on(cache, ids):
+    with torch.no_grad():
+        return [cache._model(part, cache=cache).logits for part in ids.split([1, 38, 1], dim=1)]
+
+
+@pytest.mark.parametrize(("already", "tokens"), [(80, 1), (41, 39), (0, 60)])
+def test_an_interrupt_at_any_line_of_a_call(already, tokens, ids):
+    model = tiny("llama")
+    new = torch.cat([ids, ids], dim=1)[:, 80 : 80 + tokens]
+    whole = filled(model, ids, already)
+    lines = interrupted(lambda: forward(model, whole, new), at=0)
+    later = torch.cat([ids, ids], dim=1)[:, 100:140]
+    expected = goes_on(filled(model, ids, already), later)
+    for at in range(1, lines + 1, max(1, lines // 40)):
+        cache = filled(model, ids, already)
+        interrupted(lambda: forward(model, cache, new), at)  # noqa: B023
+        if cache.get_seq_length() == already + tokens:  # it came when all layers were through
+            assert lines - at < 20
+        else:
+            assert all(map(torch.equal, goes_on(cache, later), expected)), at
+
+
+def forward(model, cache, ids):
+    with torch.no_grad():
+        model(ids, cache=cache)
+
+
+CHANGES = {
+    "crop into a page": lambda cache: cache.crop(-30),
+    "crop of what waits": lambda cache: cache.crop(-3),
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([1])),
+    "repeat": lambda cache: cache.batch_repeat_interleave(2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_interrupt_at_any_line_of_a_change(change, ids):
+    model = tiny("llama")
+    start = filled(model, ids, 107)
+    changed = copy.deepcopy(start)
+    lines = interrupted(lambda: CHANGES[change](changed), at=0)
+    outcomes = [stored(start), stored(changed)]
+    for at in range(1, lines + 1, max(1, lines // 60)):
+        cache = copy.deepcopy(start)
+        interrupted(lambda: CHANGES[change](cache), at)  # noqa: B023
+        assert any(equal(stored(cache), outcome) for outcome in outcomes), at
+
+
+def stored(cache):
+    return [layer.store.state() for layer in cache.layers]
+
+
+def equal(ours, theirs):
+    def same(a, b):
+        return torch.equal(a, b) if isinstance(a, torch.Tensor) else a is b or a == b
+
+    names = ("length", "page_counts", "sink_counts", "waiting", "positions", "sink_positions", "forgotten")
+    return all(same(a[name], b[name]) for a, b in zip(ours, theirs, strict=True) for name in names)
 
 
 def test_states_that_cannot_go_back_are_a_sentence(ids):
