@@ -36,7 +36,9 @@ class CalibratedCache(Cache):
         _check_kinds(artifact, model)
         check_model(artifact, identity(model))
         self._model, self._artifact = model, artifact
-        super().__init__(layers=build_layers(model, artifact.spec, artifact.layers, attach(model, self)))
+        with undisturbed():
+            layers = build_layers(model, artifact.spec, artifact.layers, attach(model, self))
+        super().__init__(layers=layers)
 
     @classmethod
     def from_pretrained(cls, path_or_hub_id: str | Path, model) -> "CalibratedCache":

@@ -23,7 +23,7 @@ from kvcalib.quant.rope import Rope
 from kvcalib.quant.spec import CacheSpec, Tables
 from kvcalib.runtime import rollback
 from kvcalib.runtime.attention import Attachment, Handle
-from kvcalib.runtime.modes import in_full_precision, undisturbed
+from kvcalib.runtime.modes import plain, undisturbed
 from kvcalib.runtime.store import LayerStore
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class CalibratedLayer(CacheLayerMixin, Handle):
             if options.get(name) is not None:
                 raise UnsupportedModel(f"attention with {name} cannot read a quantised cache; use quant=identity")
         packed = self.store.packed(allowed, query.shape[2])
-        with in_full_precision():
+        with plain():
             return dispatch.attend(query, packed, scale=options["scaling"], softcap=options.get("softcap"))
 
     def get_seq_length(self) -> int:

@@ -1,11 +1,13 @@
 """Modes of torch that a caller may be in: the cache says what DynamicCache says, in each and after each."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import DynamicCache
 
+from kvcalib.artifact.schema import LayerTables
 from kvcalib.errors import UnsupportedModel
 from kvcalib.quant.spec import CacheSpec, TensorSpec
 from kvcalib.runtime.cache import CalibratedCache
@@ -131,3 +133,19 @@ def test_a_gradient_is_a_sentence_and_not_a_wrong_number(model, ids, artifact, t
         with pytest.raises(UnsupportedModel, match=r"no gradient: call the model under torch.no_grad\(\)"):
             logits.logsumexp(-1).sum().backward()
     assert cache.get_seq_length() == tokens + 10
+
+
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+def test_a_default_device_elsewhere(model, ids, artifact, kernel, monkeypatch):
+    """Tensors that kernels on the CPU write to would be made there: memory that is none."""
+    monkeypatch.setenv("KVCALIB_KERNEL", kernel)
+    expected = in_parts(model, ids, CalibratedCache(artifact, model))
+    fresh = LayerTables(
+        artifact.layers[0].key._replace(zero=artifact.layers[0].key.zero.clone()), artifact.layers[0].value
+    )
+    anew = replace(artifact, layers=artifact.layers | {0: fresh})  # no plan of a kernel is there yet
+    with torch.device("meta"):
+        cache = CalibratedCache(anew, model)
+        ours = in_parts(model, ids, cache)
+        cache.crop(-3), cache.reorder_cache(torch.tensor([2, 1, 0], device="cpu")), copy.deepcopy(cache)
+    assert all(map(torch.equal, ours, expected))
