@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from kvcalib.artifact.files import save_whole
 from kvcalib.artifact.fingerprint import checksum
 from kvcalib.artifact.schema import (
     TENSORS,
@@ -34,22 +34,17 @@ _HEADER = ("version", "layers", *_DICTS)
 
 
 def save_artifact(artifact: Artifact, path: str | Path) -> Path:
-    """Validates, writes beside the target and renames, so that `path` is whole or absent."""
+    """Validates and writes, whole or not at all; returns the path."""
     validate(artifact)
     tensors = {}
     for index, layer in artifact.layers.items():
         for name in TENSORS:
             for field in tensor_fields(getattr(artifact.spec, name)):
                 tensor = getattr(getattr(layer, name), field)
-                stored = tensor.to(_DTYPES.get(field, torch.float32))
+                stored = tensor.to(_stored_dtype(field))
                 tensors[f"layers.{index}.{name}.{field}"] = stored.clone().contiguous()
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
     header = json.dumps(_header(artifact), sort_keys=True)
-    save_file(tensors, partial, metadata={"format": "pt", _METADATA_KEY: header, "sha256": checksum(header, tensors)})
-    os.replace(partial, path)
-    return path
+    return save_whole(path, tensors, {_METADATA_KEY: header, "sha256": checksum(header, tensors)})
 
 
 def load_artifact(path: str | Path) -> Artifact:
@@ -104,6 +99,10 @@ def _from_hub(hub_id: str) -> Path:
             f"no artifact {hub_id}: {error}; pass the path of {FILE_NAME}, or export one with"
             " `python -m kvcalib stage=export`"
         ) from error
+
+
+def _stored_dtype(field: str) -> torch.dtype:
+    return _DTYPES.get(field, torch.float32)
 
 
 def _header(artifact: Artifact) -> dict:
@@ -163,6 +162,9 @@ def _assemble(file: Path, header: dict, tensors: dict[str, torch.Tensor]) -> Art
     if expected != tensors.keys():
         missing, extra = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
         raise ArtifactError(f"{file}: missing tensors {missing[:4]}, unexpected tensors {extra[:4]}")
+    for name, tensor in tensors.items():
+        if tensor.dtype != (dtype := _stored_dtype(name.rpartition(".")[2])):
+            raise ArtifactError(f"{file}: {name} is in {tensor.dtype}, not in {dtype}")
 
     def tables(index: int, name: str) -> Tables:
         stored = {field: tensors[f"layers.{index}.{name}.{field}"] for field in fields[name]}

@@ -29,7 +29,7 @@ from kvcalib.errors import ArtifactError
 from kvcalib.quant import trellis
 from kvcalib.quant.codebook import table_of, table_offset
 from kvcalib.quant.page import TILE
-from kvcalib.quant.spec import PAGE, CacheSpec, Tables, TensorSpec
+from kvcalib.quant.spec import LARGEST, PAGE, CacheSpec, Tables, TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -151,13 +151,14 @@ def _is_int(value) -> bool:
 def _problems(name: str, spec: TensorSpec, tables: Tables) -> list[str]:
     found = []
     if tables.zero.dim() != 2 or tables.zero.shape != tables.scale.shape:
-        found.append(f"zero {tuple(tables.zero.shape)} and scale {tuple(tables.scale.shape)} are not both [heads, dim]")
-    elif spec.quantised and spec.range == "token" and spec.scope == "channels" and tables.zero.shape[1] % spec.group:
+        shapes = f"zero {tuple(tables.zero.shape)} and scale {tuple(tables.scale.shape)}"
+        return [f"{shapes} are not both [heads, dim]"]
+    if spec.quantised and spec.range == "token" and spec.scope == "channels" and tables.zero.shape[1] % spec.group:
         found.append(f"group={spec.group} does not divide its {tables.zero.shape[1]} channels")
-    if not tables.zero.isfinite().all():
-        found.append("zero is not finite")
-    if not (tables.scale.isfinite().all() and (tables.scale > 0).all()):
-        found.append("scale is not finite and positive")
+    if not (tables.zero.abs() < LARGEST).all():
+        found.append(f"zero is not finite, or {LARGEST:.0e} and beyond")
+    if not ((tables.scale > 0) & (tables.scale < LARGEST)).all():
+        found.append(f"scale is not finite and positive, or {LARGEST:.0e} and beyond")
     if spec.levels == "mixed":
         found += _width_problems(name, spec, tables)
     elif spec.quantised:
@@ -201,8 +202,14 @@ def _is_weight(tables: Tables) -> bool:
 
 def _width_problems(name: str, spec: TensorSpec, tables: Tables) -> list[str]:
     widths = tables.widths
-    if widths is None or widths.shape != tables.zero.shape or widths.min() < 1 or widths.max() > spec.bits:
-        return [f"widths are not [heads, dim] with 1 to {spec.bits} bits each"]
+    if (
+        widths is None
+        or widths.shape != tables.zero.shape
+        or widths.dtype != torch.uint8
+        or widths.min() < 1
+        or widths.max() > spec.bits
+    ):
+        return [f"widths are not uint8 [heads, dim] with 1 to {spec.bits} bits each"]
     pairs = widths.unflatten(-1, (2, -1))
     tiles = widths.split(TILE, dim=-1)
     even = (pairs[:, 0] == pairs[:, 1]).all() if name == "key" else all((t == t[:, :1]).all() for t in tiles)

@@ -1,17 +1,15 @@
 """Files between stages: safetensors with a JSON header, whole or absent.
 
-A file is written beside its target and renamed, so a kill at any moment leaves no half file under
-the final name. The header travels in the metadata entry "kvcalib".
+The header travels in the metadata entry "kvcalib".
 """
 
 import json
-import os
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from kvcalib.artifact.files import save_whole
 from kvcalib.errors import MissingInput
 from kvcalib.quant.rope import Rope
 
@@ -20,11 +18,8 @@ _HEADER = "kvcalib"
 
 def save(path: Path, tensors: dict[str, torch.Tensor], header: dict) -> None:
     """Writes tensors (any device and layout) and a JSON header."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
     whole = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-    save_file(whole, partial, metadata={"format": "pt", _HEADER: json.dumps(header, sort_keys=True)})
-    os.replace(partial, path)
+    save_whole(path, whole, {_HEADER: json.dumps(header, sort_keys=True)})
 
 
 class Reader:

@@ -12,7 +12,7 @@ import torch
 
 from kvcalib.errors import ConfigError, UnsupportedModel
 from kvcalib.kernels import dispatch
-from kvcalib.quant.spec import PAGE
+from kvcalib.quant.spec import LARGEST, PAGE
 from kvcalib.runtime.growth import with_capacity
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _encode(store: LayerStore, row: int, columns: torch.Tensor, sizes: list[int]
     positions = store.positions[row, columns]
     key, value = store.recent_key[row], store.recent_value[row]
     for tensor in (key, value):
-        _check_finite(tensor.index_select(1, columns), row, positions)
+        _check_size(tensor.index_select(1, columns), row, positions)
     if store.spec.key.rope == "pre":
         _check_positions(positions, row)
         store.frequencies.check(positions)
@@ -86,11 +86,12 @@ def _check_positions(positions: torch.Tensor, row: int) -> None:
         )
 
 
-def _check_finite(tensor: torch.Tensor, row: int, positions: torch.Tensor) -> None:
-    if not tensor.isfinite().all():
+def _check_size(tensor: torch.Tensor, row: int, positions: torch.Tensor) -> None:
+    if not (tensor.abs() < LARGEST).all():
         raise UnsupportedModel(
-            f"the model gave keys or values that are NaN or infinite (positions {int(positions[0])} to "
-            f"{int(positions[-1])} of row {row}), in {tensor.dtype}; load it in bfloat16 or float32"
+            f"the model gave keys or values that are NaN, infinite or beyond {LARGEST:.0e} (positions "
+            f"{int(positions[0])} to {int(positions[-1])} of row {row}), in {tensor.dtype}; load it in bfloat16 or"
+            " float32"
         )
 
 

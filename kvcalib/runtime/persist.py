@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from transformers.cache_utils import LinearAttentionLayer
 
+from kvcalib.artifact.files import save_whole
 from kvcalib.artifact.fingerprint import checksum, fingerprint
 from kvcalib.artifact.schema import Artifact, model_differences
-from kvcalib.errors import ArtifactError, ConfigError
+from kvcalib.errors import ArtifactError
 from kvcalib.models.identity import identity, weights_sample
 from kvcalib.quant.page import PageLayout
 from kvcalib.runtime import soundness
@@ -36,43 +36,19 @@ _FLAGS = ("number_of_states", "conv_kernel_size", "has_previous_state", "record_
 
 
 def save_cache(layers: list, artifact: Artifact, model, path: str | Path) -> Path:
-    """Writes beside the target and renames, so that `path` is whole or absent."""
+    """Returns the path. Raises ConfigError where it cannot be written."""
     tensors, described = {}, {}
     for index, layer in enumerate(layers):
         held, described[index] = _linear_state(layer) if _is_linear(layer) else _store_state(layer.store)
         tensors |= {f"layers.{index}.{name}": tensor.cpu().contiguous() for name, tensor in held.items()}
     header = json.dumps(_owner(artifact, model) | {"layers": described}, sort_keys=True)
-    path = Path(path).expanduser()
-    target = _target(path)
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    partial.touch()
-    mode = partial.stat().st_mode  # what the umask asks for; safetensors would leave it to its owner alone
-    try:
-        save_file(tensors, partial, {"format": "pt", _METADATA_KEY: header, "sha256": checksum(header, tensors)})
-        partial.chmod(mode)
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
-    return path
-
-
-def _target(path: Path) -> Path:
-    """Where a link leads, its folder made. Raises ConfigError for what is no place for a file."""
-    target = Path(os.path.realpath(path))
-    example = "give the name of a file, such as cache.save('prefix.safetensors')"
-    if target.is_dir():
-        raise ConfigError(f"{path} is a folder: {example}")
-    if target.exists() and not target.is_file():
-        raise ConfigError(f"{path} is no plain file: {example}")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise ConfigError(f"{path.parent} is a file and no folder: {example}") from error
-    return target
+    return save_whole(path, tensors, {_METADATA_KEY: header, "sha256": checksum(header, tensors)})
 
 
 def load_cache(layers: list, artifact: Artifact, model, path: str | Path) -> None:
     """Fills the empty layers of a new cache. Raises ArtifactError with the path and what is wrong with the file."""
+    if not isinstance(path, str | os.PathLike):
+        raise ArtifactError(f"a saved cache is named by its path, not by {type(path).__name__}")
     path = Path(path).expanduser()
     header, tensors = _read(path)
     owner = _owner(artifact, model)
@@ -94,6 +70,9 @@ def load_cache(layers: list, artifact: Artifact, model, path: str | Path) -> Non
         restore = _restore_linear if _is_linear(layer) else _restore_store
         if problem := restore(layer, held, described[str(index)], model):
             raise ArtifactError(f"{path} holds no whole cache: layer {index}: {problem}; save it again")
+    lengths = {layer.store.length for layer in layers if not _is_linear(layer)}
+    if len(lengths) > 1:
+        raise ArtifactError(f"{path} holds no whole cache: its layers have {sorted(lengths)} tokens; save it again")
 
 
 def _read(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
@@ -118,6 +97,9 @@ def _read(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
         raise ArtifactError(
             f"{path} has cache version {version}, this kvcalib reads version {VERSION}; save the cache again"
         )
+    whole = {"artifact": str, "model": dict, "weights": str, "layers": dict}
+    if wrong := [name for name, kind in whole.items() if type(header.get(name)) is not kind]:
+        raise ArtifactError(f"{path} is no saved cache: its header has no {', '.join(wrong)}; save the cache again")
     return header, tensors
 
 
@@ -154,6 +136,8 @@ def _restore_store(layer, held: dict[str, torch.Tensor], counts: dict, _model) -
     layout = PageLayout(store.spec, store.key_tables, store.value_tables)
     if problem := next(soundness.problems(store.spec, layout, held, counts), None):
         return problem
+    if counts["is_long"] and store.frequencies.long is None:
+        return "it rotates as for long texts, which this model does not"
     store.layout = layout
     store.real = None
     for name, tensor in held.items():

@@ -4,6 +4,7 @@ import json
 import re
 import time
 from dataclasses import fields, replace
+from threading import Thread
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from safetensors.torch import save_file
 from kvcalib import load_artifact
 from kvcalib.artifact.io import save_artifact
 from kvcalib.artifact.schema import VERSION, Artifact, LayerTables, check_model, tensor_fields, validate
-from kvcalib.errors import ArtifactError
+from kvcalib.errors import ArtifactError, ConfigError
 from kvcalib.quant.spec import CacheSpec, Tables, TensorSpec
+from tests.kernels.packed import make_tables
 
 KEY = TensorSpec(3, "nuq", "static", rope="pre", outliers=0.01, rank="error")
 VALUE = TensorSpec(2, "uniform", "token", books="head")
@@ -92,10 +94,52 @@ def test_a_write_that_fails_leaves_the_old_file(artifact, path, monkeypatch):
         target.write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr("kvcalib.artifact.io.save_file", broken)
-    with pytest.raises(OSError, match="disk full"):
+    monkeypatch.setattr("kvcalib.artifact.files.save_file", broken)
+    with pytest.raises(ConfigError, match="cannot be written .disk full.: give another place"):
         save_artifact(artifact, path)
     assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_many_writers_of_one_file_and_a_reader(artifact, tmp_path):
+    """Every file that is ever seen is whole."""
+    path, failed = save_artifact(artifact, tmp_path / "shared.safetensors"), []
+
+    def often(act):
+        try:
+            for _ in range(40):
+                act()
+        except Exception as error:
+            failed.append(error)
+
+    threads = [Thread(target=often, args=(act,)) for act in 2 * [lambda: save_artifact(artifact, path)]]
+    threads.append(Thread(target=often, args=(lambda: load_artifact(path),)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("field", ["widths", "zero"])
+def test_tables_in_another_dtype_are_a_sentence(field, tmp_path):
+    spec = CacheSpec(TensorSpec(3, "mixed", "static", rope="pre"), TensorSpec(3, "nuq", "token"), 0, 0)
+    tables = make_tables(spec.key, 2, 8, torch.Generator().manual_seed(0))
+    value = make_tables(spec.value, 2, 8, torch.Generator().manual_seed(0))
+    path = save_artifact(Artifact(spec, {0: LayerTables(tables, value)}, model={}), tmp_path / "a.safetensors")
+    rewrite(path, tensors=lambda t: t | {f"layers.0.key.{field}": t[f"layers.0.key.{field}"].to(torch.float64)})
+    with pytest.raises(ArtifactError, match=f"layers.0.key.{field} is in torch.float64, not in"):
+        load_artifact(path)
+
+
+def test_a_table_of_another_rank_is_a_sentence(artifact):
+    """Checks that come after do not stumble over it."""
+    for shape in ((8,), (1, 2, 8)):
+        key = artifact.layers[1].key._replace(zero=torch.zeros(shape), scale=torch.ones(shape))
+        broken = replace(artifact, layers=artifact.layers | {1: replace(artifact.layers[1], key=key)})
+        with pytest.raises(ArtifactError, match=r"are not both \[heads, dim\]"):
+            validate(broken)
 
 
 def test_a_flipped_bit_anywhere_is_noticed(path):
@@ -129,7 +173,10 @@ def test_a_setting_changed_by_hand_is_noticed(path):
         ({"tensors": lambda t: t | {"more": torch.ones(1)}}, "unexpected tensors ['more']"),
         ({"tensors": lambda t: {k: v for k, v in t.items() if k != "layers.1.key.zero"}}, "missing tensors"),
         ({"tensors": lambda t: t | {"layers.1.key.scale": torch.zeros(2, 8)}}, "scale is not finite and positive"),
-        ({"tensors": lambda t: t | {"layers.1.key.levels": torch.ones(1, 8)}}, "strictly increasing"),
+        (
+            {"tensors": lambda t: t | {"layers.1.key.levels": torch.ones(1, 8, dtype=torch.bfloat16)}},
+            "strictly increasing",
+        ),
         ({"tensors": lambda t: t | {"layers.4.value.zero": torch.full((2, 8), torch.nan)}}, "zero is not finite"),
         (
             {"tensors": lambda t: t | {"layers.1.key.weight": -torch.ones(2, 8)}},

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, safe_open, save_file
 
+from kvcalib.artifact.fingerprint import checksum
 from kvcalib.artifact.io import load_artifact, save_artifact
 from kvcalib.errors import ArtifactError, ConfigError
 from kvcalib.runtime.cache import CalibratedCache
@@ -175,6 +176,39 @@ def test_other_files_are_refused_by_name(model, ids, artifact, tmp_path):
         CalibratedCache.load(where, artifact, model)
 
 
+def by_hand(path, **changes):
+    """The file with another header, under a checksum that fits."""
+    with safe_open(path, "pt") as handle:
+        tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+        header = json.loads(handle.metadata()["kvcalib_cache"])
+    header = {name: value for name, value in (header | changes).items() if value is not None}
+    text = json.dumps(header)
+    save_file(tensors, path, {"format": "pt", "kvcalib_cache": text, "sha256": checksum(text, tensors)})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        *(({name: None}, f"its header has no {name}") for name in ("artifact", "model", "weights", "layers")),
+        ({"layers": [1, 2]}, "its header has no layers"),
+    ],
+)
+def test_a_header_made_by_hand_is_refused(changes, words, model, ids, artifact, tmp_path):
+    path = filled(artifact, model, ids).save(tmp_path / "prefix.safetensors")
+    by_hand(path, **changes)
+    with pytest.raises(ArtifactError, match=words):
+        CalibratedCache.load(path, artifact, model)
+
+
+def test_layers_of_different_lengths_are_refused(model, ids, artifact, tmp_path):
+    """Each is whole by itself: the first is empty."""
+    cache = filled(artifact, model, ids)
+    cache.layers[0].store.reset()
+    path = cache.save(tmp_path / "prefix.safetensors")
+    with pytest.raises(ArtifactError, match=r"its layers have \[0, 150\] tokens"):
+        CalibratedCache.load(path, artifact, model)
+
+
 def test_a_newer_version_is_refused(model, ids, artifact, tmp_path, monkeypatch):
     from kvcalib.runtime import persist
 
@@ -186,8 +220,6 @@ def test_a_newer_version_is_refused(model, ids, artifact, tmp_path, monkeypatch)
 
 
 def test_a_failed_save_leaves_the_file_before_it(model, ids, artifact, tmp_path, monkeypatch):
-    from kvcalib.runtime import persist
-
     path = filled(artifact, model, ids).save(tmp_path / "prefix.safetensors")
     before = path.read_bytes()
 
@@ -195,8 +227,8 @@ def test_a_failed_save_leaves_the_file_before_it(model, ids, artifact, tmp_path,
         file.write_bytes(b"half")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(persist, "save_file", full_disk)
-    with pytest.raises(OSError, match="no space"):
+    monkeypatch.setattr("kvcalib.artifact.files.save_file", full_disk)
+    with pytest.raises(ConfigError, match="cannot be written .no space"):
         filled(artifact, model, ids[:, :40]).save(path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
@@ -215,8 +247,19 @@ def test_a_place_that_is_no_file_is_a_sentence(model, ids, artifact, tmp_path, m
     ):
         with pytest.raises(ConfigError, match=f"{words}.*prefix.safetensors"):
             cache.save(place)
+    for place, words in (
+        (None, "by its path, not by NoneType"),
+        ("~no-such-user/x", "cannot be written"),
+        ("a" * 300, "File name"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            cache.save(place)
+    cache.save("b" * 255)
+    (tmp_path / ("b" * 255)).unlink()
     with pytest.raises(ArtifactError, match="is a folder"):
         CalibratedCache.load(tmp_path, artifact, model)
+    with pytest.raises(ArtifactError, match="by its path, not by int"):
+        CalibratedCache.load(3, artifact, model)
     assert {path.name for path in tmp_path.iterdir()} == {"file", "pipe"}
 
 

@@ -1,0 +1,50 @@
+"""A safetensors file that is there as a whole or not at all.
+
+It is written beside its target under a name that no other process or thread has, and renamed.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from kvcalib.errors import ConfigError
+
+
+def save_whole(path: str | Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> Path:
+    """Writes contiguous CPU tensors; folders are made, a link is followed. Returns the path.
+
+    Raises ConfigError for what is no place for a file, or cannot be written.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"a file is named by its path, not by {type(path).__name__}")
+    try:
+        path = Path(path).expanduser()
+        target = _target(path)
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.parent) as folder:
+            partial = Path(folder) / "whole"
+            partial.touch()
+            mode = partial.stat().st_mode  # what the umask asks for; safetensors would leave it to its owner alone
+            save_file(tensors, partial, metadata | {"format": "pt"})
+            partial.chmod(mode)
+            os.replace(partial, target)
+    except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: the home of a user that is not there
+        raise ConfigError(f"{path} cannot be written ({error}): give another place") from error
+    return path
+
+
+def _target(path: Path) -> Path:
+    """Where a link leads, its folder made."""
+    target, mend = Path(os.path.realpath(path)), "give the name of a file, such as prefix.safetensors"
+    if target.is_dir():
+        raise ConfigError(f"{path} is a folder: {mend}")
+    if target.exists() and not target.is_file():
+        raise ConfigError(f"{path} is no plain file: {mend}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(f"{path.parent} is a file and no folder: {mend}") from error
+    return target
