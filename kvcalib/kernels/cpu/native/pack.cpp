@@ -283,18 +283,34 @@ void from_codes(const PackSide& pack, const Arena& a, int64_t channel, float* x)
     for (int t = 0; t < kPage; ++t) x[t] = x[t] + a.base[at + t];
 }
 
+// off [32]: from the values to their nearest levels, which codes choose.
+void measure_off(const float* v, const float* edges, const float* levels, int count, const uint8_t* codes, float* off) {
+  if (count > 15) {
+    for (int t = 0; t < kPage; ++t) off[t] = levels[codes[t]] - v[t];
+    return;
+  }
+  float level[kPage];
+  for (int t = 0; t < kPage; ++t) level[t] = levels[0];
+  for (int e = 0; e < count; ++e) {
+    const float edge = edges[e], above = levels[e + 1];
+    for (int t = 0; t < kPage; ++t) level[t] = v[t] > edge ? above : level[t];
+  }
+  for (int t = 0; t < kPage; ++t) off[t] = level[t] - v[t];
+}
+
 void encode_nearest(const PackSide& pack, int64_t channels, const Arena& a) {
   for (int64_t c = 0; c < channels; ++c) {
-    const float* levels = pack.levels + pack.table[c];
-    float v[kPage];
-    to_range(pack, a, a.u + c * kPage, c * kPage, v);
-    encode_channel(v, pack.edges + pack.table[c], pack.entries[c] - 1, a.codes + c * kPage);
-    if (pack.by_error)
-      for (int t = 0; t < kPage; ++t) {
-        const float off = levels[a.codes[c * kPage + t]] - v[t];
-        const float error = pack.range == kPackStatic ? off : off * a.step[c * kPage + t];
-        a.score[c * kPage + t] = error * error * pack.weight[c];
-      }
+    const float *edges = pack.edges + pack.table[c], *levels = pack.levels + pack.table[c];
+    const int64_t at = c * kPage, count = pack.entries[c] - 1;
+    float v[kPage], off[kPage];
+    to_range(pack, a, a.u + at, at, v);
+    encode_channel(v, edges, count, a.codes + at);
+    if (!pack.by_error) continue;
+    measure_off(v, edges, levels, count, a.codes + at, off);
+    if (pack.range != kPackStatic)
+      for (int t = 0; t < kPage; ++t) off[t] = off[t] * a.step[at + t];
+    const float weight = pack.weight[c];
+    for (int t = 0; t < kPage; ++t) a.score[at + t] = off[t] * off[t] * weight;
   }
 }
 
@@ -313,16 +329,27 @@ void order_tables(const PackSide& pack, OrderedTables& tables) {
 // Codes and windows of channel c. An outlier is exact whatever its level is, so it has no weight.
 void encode_path(const PackSide& pack, const Arena& a, const OrderedTables& tables, int64_t c, const float* v) {
   const int64_t at = c * kPage;
-  const int width = pack.widths[c];
   float weight[kPage];
   for (int t = 0; t < kPage; ++t) weight[t] = pack.outliers && a.outlier[at + t] ? 0.0f : 1.0f;
-  switch (width) {
+  switch (pack.widths[c]) {
 #define KV_CASE(W) \
-  case W: best_path<W>(tables.of[W], v, weight, pack.span, a.windows + at); break;
+  case W: best_path<W>(tables.of[W], v, weight, pack.span, a.windows + at, a.codes + at); break;
     KV_EACH_TRELLIS
 #undef KV_CASE
   }
-  for (int t = 0; t < kPage; ++t) a.codes[at + t] = a.windows[at + t] >> history_of(width);
+}
+
+// out [32] = weights [n] @ errors [n, 32]
+void add_up(const float* weights, const float* errors, int n, float* out) {
+  using L = Lanes<kNative>;
+  for (int t = 0; t < kPage; t += 2 * kNative) {
+    typename L::Float low = {}, high = {};
+    for (int i = 0; i < n; ++i) {
+      low += weights[i] * L::get(errors + i * kPage + t);
+      high += weights[i] * L::get(errors + i * kPage + t + kNative);
+    }
+    L::put(out + t, low), L::put(out + t + kNative, high);
+  }
 }
 
 // quant/feedback.py: every channel is rounded to what makes up for the errors before it.
@@ -335,11 +362,8 @@ void encode_feedback(const PackSide& pack, int heads, int dim, const Arena& a) {
     float* error = a.error + static_cast<int64_t>(head) * dim * kPage;  // in coding order
     for (int j = 0; j < dim; ++j) {
       const int64_t c = static_cast<int64_t>(head) * dim + order[j], at = c * kPage;
-      float made_up[kPage] = {}, v[kPage], coded[kPage];
-      for (int i = 0; i < j; ++i) {
-        const float weight = matrix[j * dim + i];
-        for (int t = 0; t < kPage; ++t) made_up[t] += weight * error[i * kPage + t];
-      }
+      float made_up[kPage], v[kPage], coded[kPage];
+      add_up(matrix + j * dim, error, j, made_up);
       for (int t = 0; t < kPage; ++t) a.wanted[at + t] = a.u[at + t] - made_up[t];
       to_range(pack, a, a.wanted + at, at, v);
       if (pack.trellis) encode_path(pack, a, tables, c, v);
@@ -362,11 +386,13 @@ void write_outliers(const Layer& layer, const Side& side, const PackSide& pack, 
       const uint16_t row = static_cast<uint16_t>(rank);
       std::memcpy(page + side.rows_at + 2 * (c / side.dim * 2 + (channel != 0)), &row, 2);
     }
+    uint64_t marks[kPage / 8];
+    std::memcpy(marks, a.outlier + c * kPage, sizeof marks);
+    if (!(marks[0] | marks[1] | marks[2] | marks[3])) continue;
     float coded[kPage];
-    bool read = false;
+    from_codes(pack, a, c, coded);
     for (int t = 0; t < kPage; ++t) {
       if (!a.outlier[c * kPage + t]) continue;
-      if (!read) from_codes(pack, a, c, coded), read = true;
       const uint16_t position = static_cast<uint16_t>(channel * kPage + t);
       put_half(page + side.corrections_at + 2 * rank, wanted[c * kPage + t] - coded[t]);
       std::memcpy(page + side.positions_at + 2 * rank, &position, 2);

@@ -7,6 +7,7 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
+#include <utility>
 
 #include "history.h"
 #include "layer.h"
@@ -44,112 +45,179 @@ template <int N>
 struct Lanes {
   typedef float Float __attribute__((vector_size(4 * N)));
   typedef int32_t Int __attribute__((vector_size(4 * N)));
+  typedef float AnyFloat __attribute__((vector_size(4 * N), aligned(4), may_alias));   // in memory
+  typedef int32_t AnyInt __attribute__((vector_size(4 * N), aligned(4), may_alias));
+  static Float all(float x) { return Float{} + x; }
+  static Float get(const float* p) { return *reinterpret_cast<const AnyFloat*>(p); }
+  static void put(float* p, const Float& x) { *reinterpret_cast<AnyFloat*>(p) = x; }
+  static void put(uint32_t* p, const Int& x) { *reinterpret_cast<AnyInt*>(p) = x; }
 };
 
-// Least error of every pair of states at every token [32, pairs], and which window has it, the first of equals.
+// Lane s of the result is lane lane[s] of x.
+template <int... lane, class V>
+inline V lanes_of(const V& x, std::integer_sequence<int, lane...>) {
+#ifdef __clang__
+  return __builtin_shufflevector(x, x, lane...);
+#else
+  return __builtin_shuffle(x, typename Lanes<sizeof...(lane)>::Int{lane...});
+#endif
+}
+template <class V, int... lane>
+inline V of_lanes(std::integer_sequence<int, lane...>) {
+  return V{lane...};
+}
+template <int N, int k, int... s>
+constexpr auto turned(std::integer_sequence<int, s...>) {
+  return std::integer_sequence<int, (s + k) % N...>{};
+}
+template <int W, int way, int... s>
+constexpr auto entries(std::integer_sequence<int, s...>) {
+  return std::integer_sequence<int, Trellis<W>::from(way, s)...>{};
+}
+
+// Of what has the distance d and counts w: the nth of them, if it is nearer than those before.
+template <int N>
+inline void keep_nearest(const typename Lanes<N>::Float& d, const typename Lanes<N>::Float& w, int nth,
+                         typename Lanes<N>::Float& least, typename Lanes<N>::Int& index) {
+  using L = Lanes<N>;
+  const typename L::Float e = d * d * w;
+  const typename L::Int less = e < least;
+  index = nth == 0 ? typename L::Int{} : less ? typename L::Int{} + nth : index;
+  least = nth == 0 ? e : less ? e : least;
+}
+
+template <class V>
+inline V least_of(const V& a, const V& b) {
+  return b < a ? b : a;
+}
+// The least of all N lanes, in all of them.
+template <int N, int k = N / 2, class V>
+inline V least_lane(const V& x) {
+  if constexpr (k == 0) return x;
+  else return least_lane<N, k / 2>(least_of(x, lanes_of(x, turned<N, k>(std::make_integer_sequence<int, N>{}))));
+}
+// The first lane that has it; 0 where none has, for NaN.
+template <int N>
+inline unsigned first_least(const typename Lanes<N>::Float& x) {
+  using Int = typename Lanes<N>::Int;
+  const Int none = Int{} + N, own = of_lanes<Int>(std::make_integer_sequence<int, N>{});
+  return least_lane<N>(x == least_lane<N>(x) ? own : none)[0] % N;
+}
+
+// Least error of every pair of states at every token [32, pairs], and which window has it, the first of equals. One far
+// token must not drown the others in float32: what every path has to bear comes off.
 template <int W>
 void pair_errors(const float* levels, const float* v, const float* weight, float* error, uint32_t* nearest) {
   using T = Trellis<W>;
-  constexpr int P = T::kPairs, N = P < kNative ? P : kNative;
-  if constexpr (P < 8) {  // vectors run over tokens: the compiler sees to that
-    for (int t = 0; t < kPage; ++t, error += T::kPairs, nearest += T::kPairs) {
-      const float x = v[t], w = weight[t];
-      float least[T::kPairs];
-      int32_t index[T::kPairs];
-      for (int p = 0; p < T::kPairs; ++p) {
-        const float d = x - levels[p];
-        least[p] = d * d * w, index[p] = 0;
-      }
-      for (int nth = 1; nth < T::kEach; ++nth)
-        for (int p = 0; p < T::kPairs; ++p) {
-          const float d = x - levels[nth * T::kPairs + p], e = d * d * w;
-          index[p] = e < least[p] ? nth : index[p], least[p] = e < least[p] ? e : least[p];
-        }
-      for (int p = 0; p < T::kPairs; ++p) error[p] = least[p], nearest[p] = index[p];
-    }
-    return;
-  }
+  constexpr int P = T::kPairs, N = P < kNative ? P : kNative, R = P / N;
   using L = Lanes<N>;
-  for (int p = 0; p < P; p += N)
-    for (int t = 0; t < kPage; ++t) {
-      typename L::Float least;
-      typename L::Int index = {};
-      for (int nth = 0; nth < T::kEach; ++nth) {
-        typename L::Float level;
-        __builtin_memcpy(&level, levels + nth * P + p, sizeof level);
-        const typename L::Float d = v[t] - level, e = d * d * weight[t];
-        if (nth == 0) {
-          least = e;
-          continue;
-        }
-        const typename L::Int less = e < least;
-        least = less ? e : least, index = less ? typename L::Int{} + nth : index;
-      }
-      __builtin_memcpy(error + t * P + p, &least, sizeof least);
-      __builtin_memcpy(nearest + t * P + p, &index, sizeof index);
+  for (int t = 0; t < kPage; ++t, error += P, nearest += P) {
+    typename L::Float least[R];
+    typename L::Int index[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int nth = 0; nth < T::kEach; ++nth)
+        keep_nearest<N>(v[t] - L::get(levels + nth * P + r * N), L::all(weight[t]), nth, least[r], index[r]);
     }
+    typename L::Float bear = least[0];
+#pragma GCC unroll 8
+    for (int r = 1; r < R; ++r) bear = least_of(bear, least[r]);
+    bear = least_lane<N>(bear);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      L::put(error + r * N, least[r] - bear);
+      if (T::kEach > 1) L::put(nearest + r * N, index[r]);
+    }
+  }
 }
 
-// Least cost of every state, and the way that has it: of ways first .. first + n - 1; the first of equals.
+// The same where there are few pairs: vectors run over tokens.
+template <int W>
+void few_pair_errors(const float* levels, const float* v, const float* weight, float* error, uint32_t* nearest) {
+  using T = Trellis<W>;
+  constexpr int P = T::kPairs, N = kNative;
+  using L = Lanes<N>;
+  for (int first = 0; first < kPage; first += N, error += N * P, nearest += N * P) {
+    const typename L::Float x = L::get(v + first), w = L::get(weight + first);
+    typename L::Float least[P], bear;
+    typename L::Int index[P];
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) {
+      for (int nth = 0; nth < T::kEach; ++nth) keep_nearest<N>(x - levels[nth * P + p], w, nth, least[p], index[p]);
+      bear = p ? least_of(bear, least[p]) : least[p];
+    }
+    for (int p = 0; p < P; ++p) {
+      const typename L::Float error_of = least[p] - bear;
+      for (int t = 0; t < N; ++t) error[t * P + p] = error_of[t], nearest[t * P + p] = index[p][t];
+    }
+  }
+}
+
+// Least cost of every state, and the state before that has it: of ways first .. first + n - 1; the first of equals.
 template <int W, int first, int n>
 inline void enter(const typename Lanes<Trellis<W>::kStates>::Float& cost, const float* error,
-                  typename Lanes<Trellis<W>::kStates>::Float& best, typename Lanes<Trellis<W>::kStates>::Int& way) {
+                  typename Lanes<Trellis<W>::kStates>::Float& best, typename Lanes<Trellis<W>::kStates>::Int& from) {
   constexpr int S = Trellis<W>::kStates;
   using L = Lanes<S>;
   if constexpr (n == 1) {
-    typename L::Float errors;
-    __builtin_memcpy(&errors, error + first * S, sizeof errors);
-    for (int s = 0; s < S; ++s) best[s] = cost[Trellis<W>::from(first, s)];
-    best += errors, way = typename L::Int{} + first;
+    constexpr auto states = entries<W, first>(std::make_integer_sequence<int, S>{});
+    best = lanes_of(cost, states) + L::get(error + first * S);
+    from = of_lanes<typename L::Int>(states);
   } else {
     typename L::Float other;
-    typename L::Int other_way;
-    enter<W, first, n / 2>(cost, error, best, way);
-    enter<W, first + n / 2, n / 2>(cost, error, other, other_way);
+    typename L::Int other_from;
+    enter<W, first, n / 2>(cost, error, best, from);
+    enter<W, first + n / 2, n / 2>(cost, error, other, other_from);
     const typename L::Int less = other < best;
-    best = less ? other : best, way = less ? other_way : way;
+    best = less ? other : best, from = less ? other_from : from;
   }
 }
 
-// One far token must not drown the others in float32: what every path has to bear comes off.
-template <int P>
-void lower(float* error) {
-  for (int t = 0; t < kPage; ++t, error += P) {
-    float least = error[0];
-    for (int p = 1; p < P; ++p) least = error[p] < least ? error[p] : least;
-    for (int p = 0; p < P; ++p) error[p] -= least;
-  }
-}
-
-// v, weight [32] of one channel, which begins anew every `span` tokens -> windows [32]. levels: as `order_levels` left
-// them.
-template <int W>
-void best_path(const float* levels, const float* v, const float* weight, int span, uint8_t* windows) {
+// Spans of a page side by side, so that one need not wait for the other.
+template <int W, int spans>
+void walk(const float* errors, const uint32_t* nearest, uint8_t* windows) {
   using T = Trellis<W>;
-  constexpr int S = T::kStates;
+  constexpr int S = T::kStates, span = kPage / spans;
   using L = Lanes<S>;
-  float errors[kPage * T::kPairs];
-  uint32_t nearest[kPage * T::kPairs], back[kPage * S];
-  pair_errors<W>(levels, v, weight, errors, nearest);
-  lower<T::kPairs>(errors);
-  for (int first = 0; first < kPage; first += span) {
-    typename L::Float cost = typename L::Float{} + INFINITY;
-    cost[0] = 0;
-    for (int t = first; t < first + span; ++t) {
-      typename L::Int way;
+  uint32_t back[kPage * S];
+  typename L::Float cost[spans];
+  for (auto& c : cost) c = typename L::Float{} + INFINITY, c[0] = 0;
+  for (int t = 0; t < span; ++t)
+#pragma GCC unroll 2
+    for (int i = 0; i < spans; ++i) {
+      typename L::Int from;
       typename L::Float entered;
-      enter<W, 0, T::kWays>(cost, errors + t * T::kPairs, entered, way);
-      __builtin_memcpy(back + t * S, &way, sizeof way);
-      cost = entered;
+      enter<W, 0, T::kWays>(cost[i], errors + (i * span + t) * T::kPairs, entered, from);
+      L::put(back + (i * span + t) * S, from);
+      cost[i] = entered;
     }
-    unsigned state = 0;
-    for (unsigned s = 1; s < S; ++s) state = cost[s] < cost[state] ? s : state;
-    for (int t = first + span - 1; t >= first; --t) {
-      const unsigned way = back[t * S + state], nth = T::kEach > 1 ? nearest[t * T::kPairs + way * S + state] : 0;
-      windows[t] = static_cast<uint8_t>(state << W | nth * S | way);
-      state = (state << W | way) & (S - 1);
+  unsigned state[spans] = {};
+#pragma GCC unroll 2
+  for (int i = 0; i < spans; ++i) state[i] = first_least<S>(cost[i]);
+  for (int left = span - 1; left >= 0; --left)
+#pragma GCC unroll 2
+    for (int i = 0; i < spans; ++i) {
+      const int t = i * span + left;
+      const unsigned from = back[t * S + state[i]], way = from & (T::kWays - 1);
+      const unsigned nth = T::kEach > 1 ? nearest[t * T::kPairs + way * S + state[i]] : 0;
+      windows[t] = static_cast<uint8_t>(state[i] << W | nth * S | way);
+      state[i] = from;
     }
-  }
+}
+
+// v, weight [32] of one channel, which begins anew every `span` tokens (16 or 32) -> windows and codes [32]. levels: as
+// `order_levels` left them.
+template <int W>
+void best_path(const float* levels, const float* v, const float* weight, int span, uint8_t* windows, uint8_t* codes) {
+  using T = Trellis<W>;
+  float errors[kPage * T::kPairs];
+  uint32_t nearest[kPage * T::kPairs];
+  if constexpr (T::kPairs < 8) few_pair_errors<W>(levels, v, weight, errors, nearest);
+  else pair_errors<W>(levels, v, weight, errors, nearest);
+  if (span == kPage) walk<W, 1>(errors, nearest, windows);
+  else walk<W, 2>(errors, nearest, windows);
+  for (int t = 0; t < kPage; ++t) codes[t] = windows[t] >> T::kHistory;
 }
 
 }  // namespace
