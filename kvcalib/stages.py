@@ -202,6 +202,8 @@ def prepare(session: Session, names: list[str]) -> None:
     wanted = set(names)
     if wanted & {"collect", "fisher", "export", "evaluate", "bench"}:
         session.check_format()
+    if "codebooks" in wanted and session.settings.quant.budget is not None:
+        _check_budget(session)
     if "measure" in wanted and session.settings.peer:
         _check_peer(session)
     if wanted & {"collect", "fisher"}:
@@ -214,6 +216,14 @@ def prepare(session: Session, names: list[str]) -> None:
         check_benchmark(session)
     if wanted & {"evaluate", "reference", "measure"}:
         _check_text(session)
+
+
+def _check_budget(session: Session) -> None:
+    from kvcalib.calib.mixed import check_budget
+    from kvcalib.models.families import layer_shapes
+
+    shapes = [(shape.heads, shape.key_dim, shape.value_dim) for shape in layer_shapes(session.model).values()]
+    check_budget(_spec(session.settings), shapes, session.settings.quant.budget)
 
 
 def _check_peer(session: Session) -> None:

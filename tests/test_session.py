@@ -46,6 +46,7 @@ def ran(done):
     [
         (["model.config.head_dim=16", "quant=kivi2"], "quant.value.group=32 does not divide the 16 .* 1, 2, 4, 8, 16$"),
         (["model.config.head_dim=80", "quant=kivi4"], "quant.value.group=32 does not divide the 80 channels"),
+        (["quant.budget=1.1", "quant.key.outliers=0.02"], "quant.budget=1.1 .* leaves less than one bit per code"),
         (["eval.windows=100000"], "100000 windows of 256 tokens"),
         (["eval.chunk=256"], "eval.length=256 measures nothing quantised"),
         (["eval=standard", "eval.needle_lengths=[20]"], "eval.needle_lengths=20 is too short"),

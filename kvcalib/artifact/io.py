@@ -168,7 +168,8 @@ def _assemble(file: Path, header: dict, tensors: dict[str, torch.Tensor]) -> Art
 
     def tables(index: int, name: str) -> Tables:
         stored = {field: tensors[f"layers.{index}.{name}.{field}"] for field in fields[name]}
-        return Tables(**{field: t.float() if t.is_floating_point() else t for field, t in stored.items()})
+        wide = {field: t.float() for field, t in stored.items() if t.is_floating_point() and field != "feedback"}
+        return Tables(**(stored | wide))  # feedback is as large as the rest together
 
     layers = {i: LayerTables(tables(i, "key"), tables(i, "value")) for i in header["layers"]}
     rest = {name: header[name] for name in ("model", "calibration", "settings", "summary", "version")}

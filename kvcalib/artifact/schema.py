@@ -177,7 +177,7 @@ def _feedback_problems(tables: Tables) -> list[str]:
     feedback, order = tables.feedback, tables.order
     if feedback is None or feedback.shape != (heads, dim, dim) or not feedback.isfinite().all():
         return [f"feedback is missing, not finite or not [{heads}, {dim}, {dim}]"]
-    if feedback.triu().any() or not torch.equal(feedback, feedback.bfloat16().float()):
+    if feedback.triu().any() or not torch.equal(feedback, feedback.bfloat16().to(feedback)):
         return ["feedback is not zero on and above the diagonal, or not exact in bf16"]
     if order is None or order.shape != (heads, dim) or not (order.sort(-1).values == torch.arange(dim)).all():
         return [f"order is missing or its rows are not permutations of the {dim} channels"]

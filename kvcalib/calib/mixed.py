@@ -52,6 +52,7 @@ def fit_mixed(
 
     Raises ConfigError if the budget is below one bit per element and the rest of a page.
     """
+    check_budget(spec, [(*t["key"].zero.shape, t["value"].zero.shape[1]) for t in frames.values()], budget)
     names = [name for name in ("key", "value") if getattr(spec, name).levels == "mixed"]
     units = [(layer, name) for layer in frames for name in names]
     fitted = {layer: dict(tables) for layer, tables in frames.items()}
@@ -103,18 +104,30 @@ def _spans(x: torch.Tensor, span: int) -> torch.Tensor:
     return x.flatten(1).T.unflatten(1, (-1, span)).contiguous()
 
 
+def check_budget(spec: CacheSpec, shapes: list[tuple[int, int, int]], budget: float) -> None:
+    """shapes: heads, key and value channels of every layer. Raises ConfigError where they cannot have a bit each."""
+    narrowest, price = {}, 0
+    for layer, (heads, *dims) in enumerate(shapes):
+        narrowest[layer] = {}
+        for name, dim in zip(("key", "value"), dims, strict=True):
+            is_mixed = getattr(spec, name).levels == "mixed"
+            ones = torch.ones(heads, dim)
+            tables = Tables(ones, ones, ones, widths=ones.to(torch.uint8) if is_mixed else None)
+            narrowest[layer][name] = tables
+            price += is_mixed * heads * -(-dim // _channels(name)) * _channels(name)
+    if _code_bits(narrowest, spec, budget) < price:
+        raise ConfigError(
+            f"quant.budget={budget:g} bits per element of keys and values leaves less than one bit per code after "
+            f"ranges, outliers and what is not mixed; raise it or lower quant.key.outliers and quant.value.outliers"
+        )
+
+
 def _set_widths(fitted: dict, damage: dict, spec: CacheSpec, budget: float) -> None:
     heads_units = {unit: table.shape[:2] for unit, table in damage.items()}
     price = np.concatenate([np.full(h * u, _channels(name)) for (_, name), (h, u) in heads_units.items()])
     widest = max(t.shape[-1] for t in damage.values())
     table = np.concatenate([_to_width(t.reshape(-1, t.shape[-1]), widest) for t in damage.values()])
-    spendable = _code_bits(fitted, spec, budget)
-    if spendable < price.sum():
-        raise ConfigError(
-            f"quant.budget={budget:g} bits per element of keys and values leaves less than one bit per code after "
-            f"ranges, outliers and what is not mixed; raise it or lower quant.key.outliers and quant.value.outliers"
-        )
-    widths, start = allocate(table, price, spendable), 0
+    widths, start = allocate(table, price, _code_bits(fitted, spec, budget)), 0
     for (layer, name), (heads, units) in heads_units.items():
         chosen = torch.from_numpy(widths[start : start + heads * units].reshape(heads, units).astype(np.uint8))
         start += heads * units

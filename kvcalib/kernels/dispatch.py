@@ -76,6 +76,14 @@ def tables_on_cpu(layout: PageLayout, tables: tuple) -> tuple:
     return known[1]
 
 
+def prepared(layout: PageLayout) -> list[torch.Tensor]:
+    """What kernels have prepared for a layer and keep as long as its layout."""
+    plans = [plans[layout] for plans in (compiled.plans, compiled_pack.plans) if layout in plans]
+    held = [buffer for plan in plans for buffer in plan.tensors()]
+    copies = [t for tables in _copies.get(layout, ((), ()))[1] for t in tables if isinstance(t, torch.Tensor)]
+    return held + copies
+
+
 @cache
 def kernel_name(device: str, wanted: str) -> str:
     """What `wanted` comes to on a kind of device: "reference" or an instruction set."""

@@ -48,7 +48,7 @@ def encode(
         widths = tables.widths.gather(1, order)
     codes, wanted, error = torch.empty_like(x, dtype=torch.int64), torch.empty_like(x), torch.empty_like(x)
     for j in range(x.shape[1]):
-        made_up = (tables.feedback[:, j, None, :j] @ error[:, :j])[:, 0]
+        made_up = (tables.feedback[:, j, None, :j].float() @ error[:, :j])[:, 0]
         wanted[:, j] = x[:, j] - made_up
         v = (wanted[:, j] - bases[:, j]) / divisors[:, j]
         if span is None:

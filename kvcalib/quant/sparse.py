@@ -89,7 +89,8 @@ def merge(dense: torch.Tensor, positions: torch.Tensor, correction: torch.Tensor
 
 def row_pointers(positions: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
     """positions [..., n] -> int64 [..., 2H + 1]: where each half head (channels below and from D/2) begins."""
-    edges = torch.arange(2 * heads + 1, device=positions.device) * (dim // 2 * PAGE)
+    half = torch.arange(2 * heads + 1, device=positions.device)
+    edges = (half // 2 * dim + half % 2 * (dim // 2)) * PAGE
     return torch.searchsorted(positions.contiguous(), edges.expand(*positions.shape[:-1], -1).contiguous())
 
 

@@ -119,8 +119,8 @@ class Tables(NamedTuple):
                  with widths, a row holds the tables of width 1, 2, ... end to end, that of width w from 2**w - 2 on
     weight       fp32 [H, D] >= 0, only where outliers rank by error: what a squared error of u costs in each channel
     widths       uint8 [H, D], only for levels="mixed": bits of every channel
-    feedback     fp32 [H, D, D], exact in bf16, only where rounding feeds back: row j weighs the errors of the
-                 channels that were coded before the j-th; zero on and above the diagonal
+    feedback     bf16, or fp32 and exact in bf16, [H, D, D], only where rounding feeds back: row j weighs the errors of
+                 the channels that were coded before the j-th; zero on and above the diagonal
     order        int16 [H, D], with feedback: the channel that is coded first, second, ...
     trellis      fp32, exact in bf16, only for rounding="trellis": the tables of width 1, 2, ... end to end, each by
                  window; `levels` then only say which elements are outliers

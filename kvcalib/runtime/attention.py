@@ -85,13 +85,6 @@ class TorchHandle:
         raise UnsupportedModel("this model computes attention weights by itself; leave output_attentions out")
 
 
-def register() -> None:
-    """Makes the names known to transformers. Harmless to repeat."""
-    for original, name in _NAMES.items():
-        AttentionInterface.register(name, _attention_function(original))
-        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[original])
-
-
 def _attention_function(original: str):
     def attention(module, query, key, value, attention_mask, **options):
         def base(query, key, value, mask):
@@ -109,6 +102,11 @@ def _original(module, name: str):
     if name == "eager":
         return sys.modules[type(module).__module__].eager_attention_forward
     return ALL_ATTENTION_FUNCTIONS[name]
+
+
+for _name, _ours in _NAMES.items():  # at import: a model that was pickled with our setting needs them, and has Watch
+    AttentionInterface.register(_ours, _attention_function(_name))
+    AttentionMaskInterface.register(_ours, ALL_MASK_ATTENTION_FUNCTIONS[_name])
 
 
 class Pass:
@@ -253,7 +251,6 @@ def attach(model, owner) -> Attachment:
     with _lock:
         attachment = _attachments.get(model)
         if attachment is None:
-            register()
             attachment = Attachment(model)
             attachment.switch_on(model)
             _attachments[model] = attachment

@@ -6,6 +6,8 @@ columns that no row waits for.
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +20,7 @@ from kvcalib.runtime.growth import with_capacity
 if TYPE_CHECKING:
     from kvcalib.runtime.store import LayerStore
 
+logger = logging.getLogger(__name__)
 _ROLLBACK = 64
 """Tokens that a sliding-window layer keeps beyond its window, so that a crop can take a few tokens back."""
 _AT_ONCE = 16
@@ -41,11 +44,21 @@ def _flush_row(store: LayerStore, row: int) -> bool:
     sizes = _page_sizes(store.positions[row, columns[sink:]], columns.numel() - sink - store.spec.window)
     if not sizes:
         return False
+    if 4 * sum(sizes) < PAGE * len(sizes):
+        _scattered(logger)
     if sink:
         _move_sink(store, row, columns[:sink])
     _write_pages(store, row, columns[sink : sink + sum(sizes)], sizes)
     store.waiting[row, columns[: sink + sum(sizes)]] = False
     return True
+
+
+@cache
+def _scattered(log: logging.Logger) -> None:
+    """Says it once."""
+    log.warning(
+        "position_ids jump every few tokens, and a page holds consecutive ones: such a cache is larger than it need be"
+    )
 
 
 def _move_sink(store: LayerStore, row: int, columns: torch.Tensor) -> None:

@@ -2,18 +2,23 @@
 
 Bits per element count everything that is stored because tokens are cached: codes, scales, sparse values and
 indices, page headers, sink and window (capacity, not just what is filled), and the bookkeeping of columns. Frames and
-levels do not grow with the tokens; they are listed as `tables`, with the rotary frequencies.
+levels do not grow with the tokens; they are listed as `tables`, with the rotary frequencies, and what the kernels
+prepare from them as `kernel`.
 """
 
+from kvcalib.kernels import dispatch
 from kvcalib.quant.spec import PAGE
 
 
 def memory_report(layers: list) -> dict:
     """layers: CalibratedLayers. Bytes over all layers and rows; `tokens` columns per row (padding included)."""
     stores = [layer.store for layer in layers if layer.store.layout is not None]
-    tables = sum(_bytes(t) for layer in layers for t in layer.store.constants())
+    constants = [tensor for layer in layers for tensor in layer.store.constants()]
+    prepared = [tensor for store in stores for tensor in dispatch.prepared(store.layout)]
+    tables = _bytes_of_all(constants)
+    kernel = _bytes_of_all(constants + prepared) - tables
     if not stores:
-        return {"tokens": 0, "total_bytes": tables, "tables_bytes": tables}
+        return {"tokens": 0, "total_bytes": tables, "tables_bytes": tables, "kernel_bytes": 0}
     parts = [_parts(store) for store in stores]
     report = {name: sum(part[name] for part in parts) for name in parts[0]}
     cached = report["key_bytes"] + report["value_bytes"]
@@ -23,7 +28,8 @@ def memory_report(layers: list) -> dict:
         "tokens": tokens,
         "batch": batch,
         "tables_bytes": tables,
-        "total_bytes": cached + tables,
+        "kernel_bytes": kernel,
+        "total_bytes": cached + tables + kernel,
         "bytes_per_token": cached / max(tokens * batch, 1),
         "bytes_per_token_fp16": fp16 / max(tokens * batch, 1),
         "bits_per_element_key": 8 * report["key_bytes"] / max(report["key_elements"], 1),
@@ -64,6 +70,11 @@ def _page_compression(stores) -> float:
     layouts = [store.layout for store in stores]
     fp16 = sum(2 * PAGE * layout.heads * (layout.key_dim + layout.value_dim) for layout in layouts)
     return fp16 / sum(layout.nbytes for layout in layouts)
+
+
+def _bytes_of_all(tensors) -> int:
+    """Memory that several of them share counts once."""
+    return sum({tensor.untyped_storage().data_ptr(): _bytes(tensor) for tensor in tensors}.values())
 
 
 def _bytes(tensor) -> int:

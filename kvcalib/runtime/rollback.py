@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcalib.errors import UnsupportedModel
+from kvcalib.runtime.growth import with_capacity
 
 if TYPE_CHECKING:
     from kvcalib.runtime.store import LayerStore
@@ -32,6 +33,15 @@ def crop(store: LayerStore, count: int) -> None:
     kept = [_keep(store, row, _tokens_in(store, row, length)) for row in range(store.batch)]
     _shorten(store, length)
     _wait_again(store, kept)
+    used = max(store.page_counts)
+    if store.pages.shape[1] > 2 * used:
+        store.pages = with_capacity(store.pages, used, 1, used)
+    if not any(store.sink_counts):
+        store.sink_key, store.sink_value, store.sink_positions = (
+            store.sink_key[:, :, :0].clone(),
+            store.sink_value[:, :, :0].clone(),
+            store.sink_positions[:, :0].clone(),
+        )
 
 
 def check(store: LayerStore, count: int) -> None:

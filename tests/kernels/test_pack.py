@@ -18,6 +18,7 @@ SHAPES = {
     "plain": Shape(),
     "narrow": Shape(dim=20, value_dim=36, heads=3),
     "wide": Shape(dim=128, value_dim=80, heads=1),
+    "odd": Shape(value_dim=17, heads=3),
     "partial rotary": Shape(dim=64, rotary=24, gain=1.3),
     "bfloat16": Shape(dtype=torch.bfloat16),
     "float16": Shape(dtype=torch.float16),

@@ -7,6 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcalib.kernels import dispatch
+from kvcalib.kernels.cpu import attend as compiled
+from kvcalib.kernels.cpu import pack as compiled_pack
 from kvcalib.quant.spec import PAGE
 from kvcalib.runtime.cache import CalibratedCache
 from tests.helpers import cache_spec, make_artifact
@@ -51,6 +53,15 @@ def reachable_bytes(thing, seen=None) -> int:
     else:
         children = [] if isinstance(thing, torch.nn.Module | type) else list(getattr(thing, "__dict__", {}).values())
     return sum(reachable_bytes(child, seen) for child in children)
+
+
+def held_bytes(cache):
+    """Also what kernels hold because of it."""
+    stores = [layer.store for layer in cache.layers]
+    plans = [compiled.plans, compiled_pack.plans]
+    return reachable_bytes(
+        [stores, *(each[store.layout] for each in plans for store in stores if store.layout in each)]
+    )
 
 
 def left_padded(ids):
@@ -102,8 +113,7 @@ def in_the_window(model, artifact, ids):
 @pytest.mark.parametrize("make", [one_row, padded, cropped, repeated, copied, reset, in_the_window])
 def test_every_reachable_byte_is_in_the_report(model, artifact, ids, make):
     cache = make(model, artifact, ids)
-    held = sum(reachable_bytes(layer.store) for layer in cache.layers)
-    assert cache.memory_report()["total_bytes"] == pytest.approx(held, abs=1)
+    assert cache.memory_report()["total_bytes"] == pytest.approx(held_bytes(cache), abs=1)
 
 
 @pytest.mark.parametrize(("family", "kind"), [("mistral", "sliding"), ("gemma3_text", "mixed"), ("gpt2", "no rotary")])
@@ -111,14 +121,24 @@ def test_every_reachable_byte_of_other_families(family, kind, ids):
     model = tiny(family)
     artifact = make_artifact(model, cache_spec(window=4, sink=2), ids[:1, :50])
     cache = padded(model, artifact, ids[:, :100].repeat(1, 2))
-    held = sum(reachable_bytes(layer.store) for layer in cache.layers)
-    assert cache.memory_report()["total_bytes"] == pytest.approx(held, abs=1)
+    assert cache.memory_report()["total_bytes"] == pytest.approx(held_bytes(cache), abs=1)
+
+
+@pytest.mark.parametrize("left", [30, 5, 0])
+def test_a_crop_gives_back_what_pages_took(model, artifact, left):
+    ids = torch.randint(3, 290, (1, 2000), generator=torch.Generator().manual_seed(6))
+    cache, fresh = (CalibratedCache(artifact, model) for _ in range(2))
+    forward(model, ids, cache)
+    cache.crop(left - 2000)
+    forward(model, ids[:, left:200], cache), forward(model, ids[:, :200], fresh)
+    ours, theirs = (each.memory_report()["total_bytes"] for each in (cache, fresh))
+    assert ours < 1.05 * theirs
 
 
 def test_nothing_that_a_step_made_stays_behind(model, artifact, ids):
     """The whole cache, not only its stores: no mask, query or output is kept from call to call."""
     cache = padded(model, artifact, ids)
-    stores = sum(reachable_bytes(layer.store) for layer in cache.layers)
+    stores = reachable_bytes([layer.store for layer in cache.layers])
     assert reachable_bytes(cache.layers) <= stores + 8 * ids.shape[0] * 2  # the position ids of the last call
 
 

@@ -1,6 +1,8 @@
 """The ways in which people run a model: pipeline, loop by hand, offloaded weights, threads, other caches in between."""
 
 import gc
+import subprocess
+import sys
 import threading
 import warnings
 
@@ -11,6 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, pipeline
 
 from kvcalib.errors import UnsupportedModel
 from kvcalib.models.tiny import byte_tokenizer
+from kvcalib.runtime import departure
 from kvcalib.runtime.cache import CalibratedCache
 from tests.helpers import cache_spec, make_artifact
 from tests.models.zoo import tiny
@@ -242,3 +245,29 @@ def test_an_error_in_the_middle_leaves_both_usable(model, ids, artifact, expecte
     hook.remove()
     cache.reset()
     assert torch.equal(model.generate(ids, cache=cache, **OPTIONS), expected)
+
+
+def test_a_model_that_is_pickled_while_a_cache_lives_runs_in_another_process(model, ids, artifact, tmp_path):
+    cache = CalibratedCache(artifact, model)
+    torch.save(model, tmp_path / "model.pt")
+    del cache
+    script = (
+        "import torch, sys\n"
+        "model = torch.load(sys.argv[1], weights_only=False)\n"
+        "torch.save(model(torch.tensor([[5, 6, 7]])).logits, sys.argv[2])\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "model.pt"), str(tmp_path / "logits.pt")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with torch.no_grad():
+        expected = model(torch.tensor([[5, 6, 7]])).logits
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected)
+
+
+def test_position_ids_that_jump_are_stored_and_said(model, ids, artifact, caplog):
+    cache = CalibratedCache(artifact, model)
+    departure._scattered.cache_clear()
+    with torch.no_grad():
+        model(ids, position_ids=2 * torch.arange(ids.shape[1])[None], cache=cache)
+    assert [record.message for record in caplog.records if "position_ids jump" in record.message]
+    assert cache.layers[0].store.page_counts[0] > 60

@@ -14,7 +14,7 @@ from kvcalib.quant.page import PageLayout
 
 ISAS = {"portable": 0, "avx2": 1, "avx512": 2}
 FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_plans: "weakref.WeakKeyDictionary[object, Plan]" = weakref.WeakKeyDictionary()
+plans: "weakref.WeakKeyDictionary[object, Plan]" = weakref.WeakKeyDictionary()
 
 
 def supported() -> list[str]:
@@ -47,9 +47,9 @@ def plan_of(packed: Packed) -> Plan:
 
 
 def plan_for(layout: PageLayout, *made_from) -> Plan:
-    plan = _plans.get(layout)
+    plan = plans.get(layout)
     if plan is None or not all(map(operator.is_, plan.made_from, made_from)):
-        plan = _plans[layout] = Plan(layout, *made_from)
+        plan = plans[layout] = Plan(layout, *made_from)
     return plan
 
 

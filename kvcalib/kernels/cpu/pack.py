@@ -21,7 +21,7 @@ from kvcalib.quant.spec import PAGE, Tables
 
 _RANGES = {"static": 0, "group": 1, "token": 2, "norm": 3}
 _SCOPES = {"layer": 0, "head": 1, "channels": 2}
-_plans: "weakref.WeakKeyDictionary[PageLayout, PackPlan]" = weakref.WeakKeyDictionary()
+plans: "weakref.WeakKeyDictionary[PageLayout, PackPlan]" = weakref.WeakKeyDictionary()
 
 
 class CPackSide(Structure):
@@ -57,6 +57,9 @@ class PackPlan:
         self._side(self.struct.key, "key", layout, key_tables)
         self._side(self.struct.value, "value", layout, value_tables)
 
+    def tensors(self) -> list[torch.Tensor]:
+        return self.buffers
+
     def _side(self, side: CPackSide, name: str, layout: PageLayout, tables: Tables) -> None:
         spec = layout.tensor_spec(name)
         heads, dim = tables.zero.shape
@@ -71,7 +74,7 @@ class PackPlan:
         if spec.ranks_by_error:
             self._point(side, "weight", tables.weight.float())
         if spec.feeds_back:
-            self._point(side, "feedback", tables.feedback.float())
+            self._point(side, "feedback", tables.feedback.bfloat16())
             self._point(side, "order", tables.order.to(torch.int16))
         if spec.span is not None:
             side.span, side.bits = spec.span, spec.bits
@@ -150,7 +153,7 @@ def call_struct(key, value, columns, positions, counts, layout: PageLayout, rope
 
 
 def plan_for(layout: PageLayout, key_tables: Tables, value_tables: Tables) -> PackPlan:
-    plan = _plans.get(layout)
+    plan = plans.get(layout)
     if plan is None or plan.made_from[0] is not key_tables or plan.made_from[1] is not value_tables:
-        plan = _plans[layout] = PackPlan(layout, key_tables, value_tables)
+        plan = plans[layout] = PackPlan(layout, key_tables, value_tables)
     return plan

@@ -106,6 +106,9 @@ class Plan:
         if layout.spec.value.rotation == "hadamard":
             self.struct.hadamard = largest_power_of_two(layout.value_dim)
 
+    def tensors(self) -> list[torch.Tensor]:
+        return [buffer for buffer in self.buffers.values() if isinstance(buffer, torch.Tensor)]
+
     def _point(self, owner: Structure, field: str, tensor: torch.Tensor, name: str) -> None:
         self.buffers[name] = tensor.contiguous()
         kind = dict(type(owner)._fields_)[field]

@@ -339,14 +339,15 @@ void encode_path(const PackSide& pack, const Arena& a, const OrderedTables& tabl
   }
 }
 
-// out [32] = weights [n] @ errors [n, 32]
-void add_up(const float* weights, const float* errors, int n, float* out) {
+// out [32] = weights [n] @ errors [n, 32]. weights: bfloat16.
+void add_up(const uint16_t* weights, const float* errors, int n, float* out) {
   using L = Lanes<kNative>;
   for (int t = 0; t < kPage; t += 2 * kNative) {
     typename L::Float low = {}, high = {};
     for (int i = 0; i < n; ++i) {
-      low += weights[i] * L::get(errors + i * kPage + t);
-      high += weights[i] * L::get(errors + i * kPage + t + kNative);
+      const float weight = bits_to_float(static_cast<uint32_t>(weights[i]) << 16);
+      low += weight * L::get(errors + i * kPage + t);
+      high += weight * L::get(errors + i * kPage + t + kNative);
     }
     L::put(out + t, low), L::put(out + t + kNative, high);
   }
@@ -357,7 +358,7 @@ void encode_feedback(const PackSide& pack, int heads, int dim, const Arena& a) {
   OrderedTables tables;
   if (pack.trellis) order_tables(pack, tables);
   for (int head = 0; head < heads; ++head) {
-    const float* matrix = pack.feedback + static_cast<int64_t>(head) * dim * dim;
+    const uint16_t* matrix = pack.feedback + static_cast<int64_t>(head) * dim * dim;
     const int16_t* order = pack.order + static_cast<int64_t>(head) * dim;
     float* error = a.error + static_cast<int64_t>(head) * dim * kPage;  // in coding order
     for (int j = 0; j < dim; ++j) {

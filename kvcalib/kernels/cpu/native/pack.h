@@ -19,7 +19,7 @@ struct PackSide {
   const float* edges;          // halfway between a level and the next, at the index of the lower one
   const int32_t* table;        // [H, D]: where the channel's table begins
   const int32_t* entries;      // [H, D]: its levels
-  const float* feedback;       // [H, D, D], or null
+  const uint16_t* feedback;    // bfloat16 [H, D, D], or null
   const int16_t* order;        // [H, D]
   const float* trellis;        // tables of width 1, 2, ... end to end, or null: levels stand alone
   const uint8_t* widths;       // [H, D], with trellis
