@@ -82,7 +82,7 @@ def _config(config: dict, tokenizer: PreTrainedTokenizerFast):
         )
     try:
         settings = AutoConfig.for_model(**{**ours, **config})
-    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"model.config={config}: {reason}") from error
     if type(settings) not in MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -30,6 +30,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvcalib.errors import UnsupportedModel
 from kvcalib.models.families import attends_by_torch, attention_modules
 
+_DEEPEST = 8
+"""Passes inside of passes."""
 _NAMES = {"sdpa": "kvcalib", "eager": "kvcalib_eager"}
 _attachments: "weakref.WeakKeyDictionary[torch.nn.Module, Attachment]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
@@ -112,11 +114,13 @@ for _name, _ours in _NAMES.items():  # at import: a model that was pickled with 
 class Pass:
     """One forward pass of a model; never finished where an error ended it.
 
-    committed: called when it is, by those who could go back until then; they are not kept alive.
+    committed: called when it is, by those who could go back until then, who are not kept alive; positions: its position
+    ids; inside: whether an attention module of the model runs.
     """
 
-    def __init__(self):
-        self.finished, self.committed = False, []
+    def __init__(self, finished: bool = False):
+        self.finished, self.committed = finished, []
+        self.positions, self.inside = None, False
 
     def finish(self) -> None:
         self.finished = True
@@ -127,31 +131,42 @@ class Pass:
 
 
 class Watch:
-    """Forward hooks, per thread: the pass, its position ids, and whether an attention module of the model runs.
+    """Forward hooks that keep the pass of each thread: the innermost, where a hook calls the model again.
 
     Copies and pickles empty.
     """
 
     def __init__(self):
-        self.seen = threading.local()
+        self._seen = threading.local()
 
     def __reduce__(self):
         return Watch, ()
 
-    def begin(self, _module, _args) -> None:
-        self.seen.current = Pass()
+    @property
+    def current(self) -> Pass:
+        """The pass that runs in this thread; one that is finished where only a part of the model does."""
+        if not hasattr(self._seen, "passes"):
+            self._seen.passes = [Pass(finished=True)]
+        return self._seen.passes[-1]
 
-    def finish(self, _module, _args, _output) -> None:
-        self.seen.current.finish()
+    def begin(self, _module, _args) -> None:
+        _ = self.current
+        self._seen.passes = [*self._seen.passes[-_DEEPEST:], Pass()]  # Ctrl-C leaves passes behind
+
+    def finish(self, _module, _args, output) -> None:
+        """Called after an error, too, but for those that are no Exception; then there is no output."""
+        ended = self._seen.passes.pop()
+        if output is not None:
+            ended.finish()
 
     def positions(self, _module, args, kwargs) -> None:
-        self.seen.positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        self.current.positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
 
     def enter(self, _module, _args) -> None:
-        self.seen.inside = True
+        self.current.inside = True
 
     def leave(self, _module, _args, _output) -> None:
-        self.seen.inside = False
+        self.current.inside = False
 
 
 class Attachment:
@@ -169,9 +184,9 @@ class Attachment:
 
         Raises UnsupportedModel where it is another model that runs.
         """
-        if not getattr(self._watch.seen, "inside", False):
+        if not self._watch.current.inside:
             raise _foreign()
-        positions = getattr(self._watch.seen, "positions", None)
+        positions = self._watch.current.positions
         if positions is None or positions.dim() < 3:
             return positions
         if (positions != positions[:1]).any():
@@ -180,9 +195,9 @@ class Attachment:
             )
         return positions[0]  # one copy for each section of the rotary embedding
 
-    def current_pass(self) -> Pass | None:
-        """The pass that runs in this thread, or ran last; None where only a part of the model was ever called."""
-        return getattr(self._watch.seen, "current", None)
+    def current_pass(self) -> Pass:
+        """The pass that runs in this thread; one that is finished where only a part of the model does."""
+        return self._watch.current
 
     def handle(self, layer: Handle, key: torch.Tensor, length: int):
         """What `update` returns for key [B, H, T, D] when `length` columns are cached."""
@@ -204,7 +219,7 @@ class Attachment:
         for module in [model.base_model, *rotary, *attention]:
             _remove_copied_hooks(module)
         self._hooks.append(model.base_model.register_forward_pre_hook(self._watch.begin))
-        self._hooks.append(model.base_model.register_forward_hook(self._watch.finish))
+        self._hooks.append(model.base_model.register_forward_hook(self._watch.finish, always_call=True))
         for module in rotary:
             self._hooks.append(module.register_forward_pre_hook(self._watch.positions, with_kwargs=True))
         for module in attention:

@@ -75,7 +75,7 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         if self._ahead is not None and self._ahead[0] is current:
             return
         self.settle()
-        if current is not None:
+        if not current.finished:
             self._ahead = current, self.store.state()
             current.committed.append(weakref.WeakMethod(self._commit))
 

@@ -271,3 +271,27 @@ def test_position_ids_that_jump_are_stored_and_said(model, ids, artifact, caplog
         model(ids, position_ids=2 * torch.arange(ids.shape[1])[None], cache=cache)
     assert [record.message for record in caplog.records if "position_ids jump" in record.message]
     assert cache.layers[0].store.page_counts[0] > 60
+
+
+@pytest.mark.parametrize("tokens", [5, 7])
+def test_a_model_that_is_called_again_inside_its_own_pass(model, ids, artifact, tokens):
+    """By a hook, with a cache of its own: each pass has its positions, and both come to their ends."""
+    inner = CalibratedCache(artifact, model)
+    busy = []
+
+    def call_again(*_):
+        if busy:
+            return
+        busy.append(True)
+        model(ids[:1, :tokens] if inner.get_seq_length() == 0 else ids[:1, :1], cache=inner)
+        busy.clear()
+
+    cache, expected = (CalibratedCache(artifact, model) for _ in range(2))
+    with torch.no_grad():
+        for part in ids.split([50, 5, 1, 24], dim=1):
+            theirs = model(part, cache=expected).logits
+            hook = model.model.layers[1].self_attn.q_proj.register_forward_hook(call_again)
+            ours = model(part, cache=cache).logits
+            hook.remove()
+            assert torch.equal(ours, theirs)
+    assert (cache.get_seq_length(), inner.get_seq_length()) == (80, tokens + 3)

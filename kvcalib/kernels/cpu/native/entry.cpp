@@ -71,7 +71,10 @@ void merge(const Layer& layer, const Call& call, const Split& s, const Item& ite
     const int64_t token = item.first_query + n / group, head = item.head * group + n % group;
     float* out = call.output + ((item.row * call.queries + token) * call.query_heads + head) * dim;
     float maximum = -INFINITY, total = 0;
-    for (int64_t slot = 0; slot < s.slots; ++slot) maximum = std::fmax(maximum, partials[slot * partial_floats + n]);
+    for (int64_t slot = 0; slot < s.slots; ++slot) {
+      const float found = partials[slot * partial_floats + n];
+      if (found > maximum || found != found) maximum = found;
+    }
     std::memset(out, 0, dim * sizeof(float));
     if (std::isinf(maximum)) continue;  // this query sees nothing
     for (int64_t slot = 0; slot < s.slots; ++slot) {

@@ -4,9 +4,9 @@
 
 namespace {
 
-// 2**x for x <= 0; exactly 0 below 2**-126. On [-1/2, 1/2] a polynomial, least relative error (2e-9 before rounding).
+// 2**x for x <= 0; exactly 0 below 2**-126, NaN for NaN (so orders of operands count). On [-1/2, 1/2] a polynomial, least relative error (2e-9 before rounding).
 KV_INLINE Vec exp2_of(Vec x) {
-  const Vec lowest = splat(-126.0f), kept = vmax(x, lowest), whole = round_even(kept), f = sub(kept, whole);
+  const Vec lowest = splat(-126.0f), kept = vmax(lowest, x), whole = round_even(kept), f = sub(kept, whole);
   Vec p = splat(0x1.41fbbap-13f);
   p = fma(p, f, splat(0x1.5f3e54p-10f));
   p = fma(p, f, splat(0x1.3b2d4cp-7f));
@@ -14,7 +14,7 @@ KV_INLINE Vec exp2_of(Vec x) {
   p = fma(p, f, splat(0x1.ebfbdcp-3f));
   p = fma(p, f, splat(0x1.62e43p-1f));
   p = fma(p, f, splat(1.0f));
-  return where_at_least(x, lowest, times_power_of_two(p, whole), splat(0.0f));
+  return where_at_least(splat(-0x1.f80002p+6f), x, splat(0.0f), times_power_of_two(p, whole));
 }
 
 // tanh: odd polynomial near 0, where 1 - 2 / (exp(2x) + 1) would cancel.
@@ -125,7 +125,7 @@ static void softmax_step(float* scores, int64_t width, float& maximum, float& to
     maximum = block, total *= shrink, offset *= shrink;
     for (int c = 0; c < padded; c += kLanes) store(out + c, mul(load(out + c), splat(shrink)));
   }
-  const Vec shift = splat(__builtin_isinf(maximum) ? 0.0f : maximum);
+  const Vec shift = splat(maximum == -__builtin_inff() ? 0.0f : maximum);
   Vec sums = splat(0.0f);
   for (int64_t i = 0; i < width; i += kLanes) {
     const Vec weight = exp2_of(sub(load(scores + i), shift));
@@ -133,6 +133,7 @@ static void softmax_step(float* scores, int64_t width, float& maximum, float& to
     store(scores + i, weight);
   }
   total += sum(sums);
+  if (total != total) maximum = total;  // a score is NaN or infinite: so is the output
 }
 
 template <int NQ, int NT>
