@@ -96,8 +96,7 @@ def _shape(model: PreTrainedModel, module: nn.Module) -> LayerShape:
     config = text_config(model)
     dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
     dim = dim or config.hidden_size // config.num_attention_heads
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    heads = getattr(module, "kv_heads", heads)  # GPTBigCode
+    heads = getattr(module, "kv_heads", None) or _fused_heads(config, module, dim)  # kv_heads: GPTBigCode
     value_dim, query_heads = dim, None
     if hasattr(module, "k_proj") and hasattr(module, "v_proj"):
         heads = module.k_proj.out_features // dim
@@ -106,6 +105,13 @@ def _shape(model: PreTrainedModel, module: nn.Module) -> LayerShape:
         query_heads = module.num_heads
         heads = 1 if module.multi_query and not module.new_decoder_architecture else query_heads
     return LayerShape(heads, dim, value_dim, query_heads or heads * getattr(module, "num_key_value_groups", 1))
+
+
+def _fused_heads(config, module: nn.Module, dim: int) -> int:
+    """Key heads by the config, unless one projection of all heads says that the family does not read that setting."""
+    said, all_heads = getattr(config, "num_key_value_heads", None), config.num_attention_heads
+    sizes = [getattr(part, "out_features", getattr(part, "nf", None)) for part in module.children()]
+    return all_heads if said is None or dim * 3 * all_heads in sizes else said
 
 
 def _caching_modules(model: PreTrainedModel) -> list[nn.Module]:

@@ -33,6 +33,7 @@ from kvcalib.models.families import attends_by_torch, attention_modules
 _DEEPEST = 8
 """Passes inside of passes."""
 _NAMES = {"sdpa": "kvcalib", "eager": "kvcalib_eager"}
+_OF_TENSORS = {"transpose", "permute", "view", "reshape", "expand", "repeat_interleave", "contiguous", "float", "split"}
 _attachments: "weakref.WeakKeyDictionary[torch.nn.Module, Attachment]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 _gone: "deque[weakref.ref]" = deque()
@@ -53,6 +54,23 @@ class Handle:
     def shape(self):
         """What attention code of a model that is not attached asks first."""
         raise _foreign()
+
+    def __getattr__(self, name: str):
+        """A sentence for a model that goes on with keys or values as if they were tensors."""
+        if name in _OF_TENSORS:
+            raise _unreadable(name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise _unreadable(function.__name__)
+
+
+def _unreadable(name: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"this model computes with cached keys or values outside of its attention function ({name}), and a quantised"
+        " cache has none to give; use DynamicCache"
+    )
 
 
 def _foreign() -> UnsupportedModel:

@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcalib.errors import UnsupportedModel
+from kvcalib.errors import ConfigError, UnsupportedModel
 from kvcalib.kernels import dispatch
 from kvcalib.quant.rope import Rope
 from kvcalib.quant.spec import CacheSpec, Tables
@@ -107,7 +107,7 @@ class CalibratedLayer(CacheLayerMixin, Handle):
     def attend(self, module, query, mask, base, **options) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Output [B, T, Hq, Dv] and weights; see Handle."""
         tokens = query.shape[2]
-        allowed = None if mask is None else _allowed(mask, query.shape[0], self.store.length)
+        allowed = None if mask is None else _allowed(mask, query.shape[0], tokens, self.store.length)
         if allowed is not None or self.store.real is not None:
             with undisturbed():
                 self._settle(allowed, tokens)
@@ -177,7 +177,8 @@ class CalibratedLayer(CacheLayerMixin, Handle):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if self.store.layout is not None:
-            self.reorder_cache(torch.arange(self.store.batch)[torch.as_tensor(indices).cpu()])
+            rows = indices.cpu() if isinstance(indices, torch.Tensor) else indices
+            self.reorder_cache(torch.arange(self.store.batch)[rows].view(-1))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.store.layout is not None:
@@ -208,11 +209,17 @@ class _NoGradient(torch.autograd.Function):
         )
 
 
-def _allowed(mask: torch.Tensor, batch: int, length: int) -> torch.Tensor:
-    """Mask of transformers, bool or additive [B, 1, T, columns] -> bool [B, T, length]: may query t see column j.
+def _allowed(mask: torch.Tensor, batch: int, tokens: int, length: int) -> torch.Tensor:
+    """Mask of transformers, bool or additive [B or 1, 1, T, columns] -> bool [B, T, length]: may query t see column j.
 
-    Raises UnsupportedModel for masks that differ between heads or that add a bias.
+    Raises ConfigError for one of another shape, UnsupportedModel where it differs between heads or adds a bias.
     """
+    rows, _, queries, columns = mask.shape if mask.dim() == 4 else (0, 0, 0, 0)
+    if rows not in (1, batch) or queries != tokens or columns < length:
+        raise ConfigError(
+            f"an attention mask of shape {tuple(mask.shape)} does not fit {batch} rows of {tokens} new tokens and"
+            f" {length} in all: pass attention_mask [{batch}, {length}], or [{batch}, 1, {tokens}, {length}]"
+        )
     if mask.shape[1] != 1:
         raise UnsupportedModel(f"an attention mask per head {tuple(mask.shape)} cannot be applied to a quantised cache")
     visible = mask

@@ -199,6 +199,24 @@ def test_the_number_of_threads_changes_nothing(queries):
     assert torch.equal(results[0], results[2])
 
 
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf])
+@pytest.mark.parametrize("queries", [1, 3, 40])
+@pytest.mark.parametrize("isa", supported())
+def test_a_key_that_is_no_number_makes_no_answer(odd, queries, isa):
+    """As full precision does; a query that does not see it is left alone."""
+    shape = Shape(queries=queries, recent=40, counts=(20,))
+    packed, query = make_packed(KEY, VALUE, shape), torch.rand(1, 4, queries, 32) + 0.1
+    visible = packed.recent_visible.clone()
+    visible[:, :, 7], visible[:, 0, 7] = True, queries == 1
+    packed = packed._replace(recent_visible=visible)
+    expected = attend(query, packed, scale=0.2, isa=isa)
+    packed.recent_key[:, 0, 7] = odd
+    found = attend(query, packed, scale=0.2, isa=isa)
+    assert found[:, visible[0, :, 7], :2].isnan().all()
+    assert torch.equal(found[:, ~visible[0, :, 7]], expected[:, ~visible[0, :, 7]])
+    assert torch.equal(found[:, :, 2:], expected[:, :, 2:])  # of the other kv head
+
+
 def test_the_environment_chooses(monkeypatch):
     shape = Shape()
     packed, query = make_packed(KEY, VALUE, shape), torch.randn(1, 4, 1, 32)

@@ -40,6 +40,11 @@ def test_query_heads_count_the_group():
     assert layer_shapes(tiny("gpt_neox"))[0].query_heads == 4
 
 
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
+def test_a_setting_that_the_family_does_not_read_changes_nothing(family):
+    assert layer_shapes(tiny(family, num_key_value_heads=2)) == layer_shapes(tiny(family))
+
+
 def test_linear_attention_layers_are_left_alone():
     assert list(attention_modules(tiny("qwen3_next"))) == [3]
 

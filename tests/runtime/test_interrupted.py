@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from kvcalib.errors import UnsupportedModel
+from kvcalib.errors import ConfigError, UnsupportedModel
 from kvcalib.quant.spec import CacheSpec, TensorSpec
 from kvcalib.runtime.cache import CalibratedCache
 from tests.helpers import make_artifact
@@ -51,7 +51,7 @@ def test_a_call_that_is_refused_and_then_made_right(ids, options):
     model = tiny("llama")
     cache, expected = filled(model, ids), filled(model, ids)
     with torch.no_grad():
-        with pytest.raises((UnsupportedModel, RuntimeError)):
+        with pytest.raises((UnsupportedModel, ConfigError)):
             model(ids[:, 80:85], cache=cache, **REFUSED[options])
         assert cache.get_seq_length() == 80
         for part in ids[:, 80:].split([5, 1, 34], dim=1):
