@@ -100,7 +100,10 @@ def test_a_write_that_fails_leaves_the_old_file(artifact, path, monkeypatch):
 
 def test_a_flipped_bit_anywhere_is_noticed(path):
     data = path.read_bytes()
-    for place in torch.linspace(8, len(data) - 1, 60).long().tolist():
+    header = 8 + int.from_bytes(data[:8], "little")
+    names = data.index(b'"__metadata__"'), data.index(b'"kvcalib"'), data.index(b'"sha256"')
+    places = {*torch.linspace(8, len(data) - 1, 60).long().tolist(), *range(names[0], names[1] + 12)}
+    for place in sorted(places | {*range(names[2], header)}):
         path.write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
         with pytest.raises(ArtifactError, match=re.escape(str(path))):
             load_artifact(path)
