@@ -116,6 +116,10 @@ def _tensor_problems(key: str, tensor: TensorSettings) -> Iterator[str]:
     if tensor.books in fitted and tensor.levels not in fitted[tensor.books]:
         names = " or ".join(levels.value for levels in fitted[tensor.books])
         yield f"{key}.books={tensor.books.value} needs {key}.levels={names} (other levels are not fitted that way)"
+    if tensor.q_norm and (
+        tensor.levels is not Levels.nuq or rounding is not Rounding.nearest or tensor.books is Books.channel
+    ):
+        yield f"{key}.q_norm=true needs {key}.levels=nuq, {key}.rounding=nearest and {key}.books=layer or head"
 
 
 def _budget_problems(quant: QuantSettings) -> Iterator[str]:

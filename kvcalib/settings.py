@@ -76,7 +76,7 @@ class DataSettings:
 
 @dataclass
 class TensorSettings:
-    """Format of keys or values (the first eleven) and how its levels are fitted (the rest)."""
+    """Format of keys or values (the first twelve) and how its levels are fitted (the rest)."""
 
     bits: int
     levels: Levels
@@ -89,6 +89,7 @@ class TensorSettings:
     rotation: Rotation
     rounding: Rounding
     books: Books
+    q_norm: bool
     fisher: bool
     range_weight: bool
     solver: Solver

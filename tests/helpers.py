@@ -9,6 +9,7 @@ from kvcalib.fit.feedback import fit_feedback
 from kvcalib.models.identity import identity
 from kvcalib.models.rotary import rotary
 from kvcalib.quant import trellis
+from kvcalib.quant.codebook import middles
 from kvcalib.quant.rope import make_rope, to_pre_rope
 from kvcalib.quant.spec import CacheSpec, Tables, TensorSpec
 from kvcalib.runtime.cache import CalibratedCache
@@ -24,6 +25,7 @@ KEYS = {
     "mixed": TensorSpec(5, "mixed", "static", rope="pre", outliers=0.01, rank="error"),
     "feedback": TensorSpec(3, "nuq", "static", rope="pre", outliers=0.01, rounding="feedback"),
     "trellis": TensorSpec(5, "mixed", "static", rope="pre", outliers=0.01, rounding="trellis"),
+    "q-norm": TensorSpec(3, "nuq", "static", rope="pre", outliers=0.02, books="head", q_norm=True),
 }
 VALUES = {
     "token": TensorSpec(4, "nuq", "token", scope="layer", outliers=0.02),
@@ -32,6 +34,7 @@ VALUES = {
     "identity": IDENTITY,
     "norm": TensorSpec(4, "nuq", "norm", rotation="hadamard"),
     "trellis": TensorSpec(5, "mixed", "norm", rotation="hadamard", rounding="trellis"),
+    "q-norm": TensorSpec(3, "nuq", "token", q_norm=True),
 }
 
 
@@ -85,6 +88,9 @@ def _tables(x: torch.Tensor, spec: TensorSpec) -> Tables:
     tables = Tables(torch.zeros_like(largest), largest, _levels(spec).expand(books, -1).clone())
     if spec.ranks_by_error:
         tables = tables._replace(weight=largest.square())
+    if spec.q_norm:
+        moved = (1.1 * tables.levels + 0.05).bfloat16().float()
+        tables = tables._replace(levels=moved, edges=middles(tables.levels))
     if spec.rounding == "trellis":
         draw = torch.Generator().manual_seed(0)
         entries = trellis.table_offset(spec.bits + 1)

@@ -4,7 +4,7 @@ import pytest
 
 from kvcalib.checks import check, problems
 from kvcalib.errors import ConfigError
-from kvcalib.settings import Levels, Rope
+from kvcalib.settings import Books, Levels, Rope, Rounding
 
 
 def test_default_has_no_problem(settings):
@@ -71,6 +71,22 @@ def test_each_mistake_gives_a_sentence(settings, path, value, sentence):
         node = getattr(node, parent)
     setattr(node, last, value)
     assert any(sentence in problem for problem in problems(settings))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"levels": Levels.nf}, {"rounding": Rounding.feedback}, {"books": Books.channel}],
+)
+def test_q_norm_is_for_fitted_levels_and_the_nearest_of_them(settings, change):
+    settings.quant.value.q_norm = True
+    assert list(problems(settings)) == []
+    for name, value in change.items():
+        setattr(settings.quant.value, name, value)
+    (sentence,) = problems(settings)
+    assert sentence == (
+        "quant.value.q_norm=true needs quant.value.levels=nuq, quant.value.rounding=nearest and "
+        "quant.value.books=layer or head"
+    )
 
 
 def test_a_window_that_is_too_long_is_one_sentence_about_the_window(settings):

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import kvcalib
-from kvcalib import frontier
+from kvcalib import frontier, load_artifact
 from kvcalib.errors import ConfigError
+from kvcalib.quant.codebook import middles
 from kvcalib.settings import FrontierSettings
 
 SOURCE = str(Path(kvcalib.__file__).resolve().parent.parent)
@@ -113,6 +115,21 @@ def test_one_command_measures_reports_and_resumes(command, tmp_path):
     assert second.stderr.count("measure: done") == 2
     names = [line.split()[0] for line in second.stdout.splitlines() if line.startswith(("int4", "nuq2", "k3v2"))]
     assert names[:3] == ["int4", "nuq2", "k3v2"]
+
+
+def test_q_norm_is_a_method_beside_the_same_without(command, tmp_path):
+    done = command("frontier.methods=[kvquant2-paper,kvquant2-qnorm]")
+    assert "KVQuant with and without Q-Norm" in done.stdout
+    run = tmp_path / "runs" / "tiny-frontier"
+    rows = {row["method"]: row for row in json.loads((run / "frontier.json").read_text())["rows"]}
+    assert rows["kvquant2-qnorm"]["bits"] == rows["kvquant2-paper"]["bits"]
+    assert rows["kvquant2-qnorm"]["kl"] != rows["kvquant2-paper"]["kl"]
+    files = [load_artifact(run / method / "export") for method in ("kvquant2-paper", "kvquant2-qnorm")]
+    for name in ("key", "value"):
+        plain, moved = (getattr(file.layers[1], name) for file in files)
+        assert plain.edges is None
+        assert torch.equal(moved.edges, middles(plain.levels))
+        assert (moved.levels.max() - moved.levels.min()) > (plain.levels.max() - plain.levels.min())
 
 
 def test_a_mistake_is_a_sentence_before_anything_runs(command, tmp_path):

@@ -29,6 +29,7 @@ FILE_NAME = "kvcalib.safetensors"
 _BF16 = dict.fromkeys(("levels", "feedback", "trellis"), torch.bfloat16)
 _DTYPES = {**_BF16, "widths": torch.uint8, "order": torch.int16}
 _METADATA_KEY = "kvcalib"
+_METADATA = ("format", _METADATA_KEY, "sha256")
 _DICTS = ("spec", "model", "calibration", "settings", "summary")
 _HEADER = ("version", "layers", *_DICTS)
 
@@ -66,6 +67,8 @@ def load_artifact(path: str | Path) -> Artifact:
     stored = metadata.get("sha256")
     if stored is not None and stored != checksum(metadata[_METADATA_KEY], tensors):
         raise ArtifactError(f"{file} is damaged (its checksum does not match); copy or export it again")
+    if metadata.keys() - {*_METADATA} or metadata.get("format", "pt") != "pt":
+        raise ArtifactError(f"{file} is damaged (its header does not say {', '.join(_METADATA)}); copy it again")
     artifact = _assemble(file, _parse_header(file, metadata[_METADATA_KEY]), tensors)
     try:
         validate(artifact)

@@ -10,6 +10,7 @@ One safetensors file.
               layers.{i}.{key|value}.feedback bf16 [H, D, D]  where rounding feeds back: zero on and above the diagonal
               layers.{i}.{key|value}.order    int16 [H, D]     with feedback: rows are permutations of the channels
               layers.{i}.{key|value}.trellis  bf16 [L]         for rounding="trellis": by window, see quant/trellis.py
+              layers.{i}.{key|value}.edges    fp32 [1 or H, L - 1]  only with q_norm: rows strictly increasing
     metadata  format = "pt"
               kvcalib = JSON {version, spec, layers, model, calibration, settings, summary}
               sha256 over that JSON and all tensors
@@ -55,6 +56,7 @@ def tensor_fields(spec: TensorSpec) -> tuple[str, ...]:
     fields += ["widths"] if spec.levels == "mixed" else []
     fields += ["feedback", "order"] if spec.feeds_back else []
     fields += ["trellis"] if spec.rounding == "trellis" else []
+    fields += ["edges"] if spec.q_norm else []
     return tuple(fields)
 
 
@@ -122,6 +124,8 @@ def _field_problems(spec: TensorSpec, rope: tuple[str, ...]) -> list[str]:
     is_number = _is_int(spec.outliers) or isinstance(spec.outliers, float)
     if not is_number or not 0 <= spec.outliers <= MAX_OUTLIERS:
         found.append(f"outliers={spec.outliers!r} must be 0 to {MAX_OUTLIERS}")
+    if not isinstance(spec.q_norm, bool):
+        found.append(f"q_norm={spec.q_norm!r} must be true or false")
     return found
 
 
@@ -139,6 +143,8 @@ def _combination_problems(name: str, spec: TensorSpec) -> list[str]:
         found.append(f"rounding=trellis needs levels=mixed, books=layer and at most {trellis.WIDEST} bits")
     if name == "key" and spec.rounding == "trellis" and spec.rope == "none":
         found.append("rounding=trellis of keys needs rope=pre or post")
+    if spec.q_norm and (spec.levels != "nuq" or spec.rounding != "nearest" or spec.books == "channel"):
+        found.append("q_norm=true needs levels=nuq, rounding=nearest and books=layer or head")
     if name == "key" and spec.rotation != "none":
         found.append(f"rotation={spec.rotation} must be none (rotary embedding does not commute with it)")
     return found
@@ -162,7 +168,7 @@ def _problems(name: str, spec: TensorSpec, tables: Tables) -> list[str]:
     if spec.levels == "mixed":
         found += _width_problems(name, spec, tables)
     elif spec.quantised:
-        found += _level_problems(spec, tables)
+        found += _level_problems(spec, tables) or _edge_problems(spec, tables)
     if spec.ranks_by_error and not _is_weight(tables):
         found.append("outliers rank by error, but weight is missing, not [heads, dim], negative or not finite")
     if spec.feeds_back:
@@ -230,6 +236,17 @@ def _level_problems(spec: TensorSpec, tables: Tables) -> list[str]:
         return ["levels are not finite and strictly increasing"]
     if not torch.equal(levels, levels.bfloat16().float()):
         return ["levels are not exact in bf16"]
+    return []
+
+
+def _edge_problems(spec: TensorSpec, tables: Tables) -> list[str]:
+    levels, edges = tables.levels, tables.edges
+    if not spec.q_norm:
+        return [] if edges is None else ["edges are for q_norm=true"]
+    if edges is None or edges.shape != (levels.shape[0], levels.shape[-1] - 1):
+        return [f"edges are missing or not [{levels.shape[0]}, {levels.shape[-1] - 1}]"]
+    if not edges.isfinite().all() or not (edges[:, 1:] > edges[:, :-1]).all():
+        return ["edges are not finite and strictly increasing"]
     return []
 
 

@@ -9,7 +9,8 @@ v, weighted by
 where step * scale is the factor from v back to x for that very element (`fit.sensitivity`). Points
 beyond -1 and 1 that are no outliers keep their true value: run time gives them an end level, which
 should feel that. The points are compressed to a histogram, clustered in one dimension, rounded to
-bfloat16 and adjusted once more. Other kinds of levels need no data.
+bfloat16 and adjusted once more. With q_norm they are moved at last, and the edges between them stay where they were
+(KVQuant's Q-Norm, arXiv 2401.18079v3). Other kinds of levels need no data.
 
 levels.safetensors:  layers.{i}.{key|value}.{field}  every field of `Tables` that the format has,
                      header of `outliers` and {sample_tokens}
@@ -28,8 +29,9 @@ from kvcalib.fit import grids, kmeans, sensitivity
 from kvcalib.fit.channels import refine
 from kvcalib.fit.feedback import energy, fit_feedback
 from kvcalib.fit.histogram import compress
-from kvcalib.fit.levels import reassign, to_bf16_distinct
+from kvcalib.fit.levels import q_norm, reassign, to_bf16_distinct
 from kvcalib.quant import codec, ranges
+from kvcalib.quant.codebook import middles
 from kvcalib.quant.rope import to_post_rope
 from kvcalib.quant.rotation import rotate
 from kvcalib.quant.spec import PAGE, CacheSpec, Tables, TensorSpec
@@ -128,8 +130,13 @@ def fit_tables(
     """Tables with fitted levels and channel weights for a sample x, grad [n, H, D] of whole pages.
 
     Which elements are outliers by error depends on the levels, and the levels on which elements are left: the first
-    fit takes the outliers by range, then both are repeated. So it is with what error feedback wants.
+    fit takes the outliers by range, then both are repeated. So it is with what error feedback wants. Q-Norm takes the
+    outliers of the last fit.
     """
+    if spec.q_norm:
+        tables, report = fit_tables(x, grad, tables, replace(spec, q_norm=False), fit, bins, seed)
+        moved, stored = _with_q_norm(weighted_points(x, grad, tables, spec, fit), tables)
+        return moved, report | {"stored": stored}
     if spec.rounding == "feedback":
         return _fit_with_feedback(x, grad, tables, spec, fit, bins, seed)
     if spec.levels == "nuq" and spec.books == "channel":
@@ -141,6 +148,18 @@ def fit_tables(
     for _ in range(_ROUNDS if spec.levels == "nuq" else 0):
         tables, report = _fit_levels_of(x, grad, tables, spec, fit, bins, seed)
     return tables, report
+
+
+def _with_q_norm(sets: list[tuple[np.ndarray, np.ndarray]], tables: Tables) -> tuple[Tables, float]:
+    """Tables whose levels are moved, and their weighted distortion, the mean of all books."""
+    rows, distortions = [], []
+    for (points, weights), levels in zip(sets, tables.levels.double().numpy(), strict=True):
+        factor, offset = q_norm(points, levels)
+        rows.append(to_bf16_distinct(levels * factor + offset))
+        error = rows[-1][kmeans.nearest(points, levels)] - points
+        distortions.append(np.average(error * error, weights=_normal(weights)))
+    moved = torch.from_numpy(np.stack(rows)).float()
+    return tables._replace(levels=moved, edges=middles(tables.levels)), float(np.mean(distortions))
 
 
 def _fit_with_feedback(

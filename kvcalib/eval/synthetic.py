@@ -62,12 +62,13 @@ def _tables(model: Tables, spec: TensorSpec, shape: Shape, *, own: bool, unit: i
     zero, scale = _resized(model.zero, size), _resized(model.scale, size)
     if not own:
         return Tables(zero, scale, _uniform(spec))
-    levels = model.levels
+    levels, edges = model.levels, model.edges
     if levels.shape[0] > 1:
-        levels = levels[torch.arange(spec.book_count(*size)) % levels.shape[0]]
+        book = torch.arange(spec.book_count(*size)) % levels.shape[0]
+        levels, edges = levels[book], None if edges is None else edges[book]
     weight = None if model.weight is None else _resized(model.weight, size)
     widths = None if model.widths is None else _widths(model.widths, size, unit)
-    return _with_feedback(Tables(zero, scale, levels, weight, widths, trellis=model.trellis), spec)
+    return _with_feedback(Tables(zero, scale, levels, weight, widths, trellis=model.trellis, edges=edges), spec)
 
 
 def _with_feedback(tables: Tables, spec: TensorSpec) -> Tables:

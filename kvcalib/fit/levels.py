@@ -57,14 +57,14 @@ def _cell_means(points: np.ndarray, weights: np.ndarray, levels: np.ndarray) -> 
     return np.where(total > 0, sums / np.where(total > 0, total, 1), levels)
 
 
-def q_norm(points: np.ndarray, weights: np.ndarray, levels: np.ndarray) -> tuple[float, float]:
-    """(factor, offset) that give the dequantised levels the mean and spread of the points.
+def q_norm(points: np.ndarray, levels: np.ndarray) -> tuple[float, float]:
+    """(factor, offset) such that level * factor + offset, of the nearest levels, has the points' mean and spread.
 
-    KVQuant's Q-Norm: dequantise with level * factor + offset, quantise with the levels themselves.
+    KVQuant's Q-Norm (arXiv 2401.18079v3): every point counts alike, whatever it weighed in the fit. Codes are still
+    chosen by the levels themselves.
     """
+    points = np.asarray(points, np.float64)
     rounded = levels[nearest(points, levels)]
-    mean, mean_rounded = (np.average(x, weights=weights) for x in (points, rounded))
-    variance = np.average((points - mean) ** 2, weights=weights)
-    variance_rounded = np.average((rounded - mean_rounded) ** 2, weights=weights)
-    factor = float(np.sqrt(variance / variance_rounded)) if variance_rounded > 0 else 1.0
-    return factor, float(mean - factor * mean_rounded)
+    spread = rounded.std()
+    factor = float(points.std() / spread) if spread > 0 else 1.0
+    return factor, float(points.mean() - factor * rounded.mean())

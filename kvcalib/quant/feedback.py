@@ -22,7 +22,7 @@ against the covariance of their inputs; here it rounds keys and values as they a
 import torch
 
 from kvcalib.quant import trellis
-from kvcalib.quant.codebook import table_offset
+from kvcalib.quant.codebook import middles, table_offset
 from kvcalib.quant.spec import Tables
 
 
@@ -100,4 +100,4 @@ def _levels_by_channel(tables: Tables, order: torch.Tensor) -> tuple[torch.Tenso
         own = rows.gather(-1, (table_offset(widths) + index).clamp_max(rows.shape[-1] - 1))
         rows = torch.where(index < 2**widths, own, torch.inf)
     levels = _reorder(rows, order).transpose(0, 1).contiguous()
-    return levels, (levels[..., 1:] + levels[..., :-1]) / 2
+    return levels, middles(levels)

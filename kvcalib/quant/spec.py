@@ -45,6 +45,7 @@ class TensorSpec:
               or as KVQuant chooses them: "threshold" (static: every element beyond the frame, in a page with room for
               ROOM times the share), "tails" (token: as many of the largest and smallest of every token)
     books     one table of levels per "layer", "head" or "channel"; tables cost nothing per token
+    q_norm    KVQuant's Q-Norm: codes mean the fitted levels moved so that mean and spread of the inliers survive
     """
 
     bits: int
@@ -58,6 +59,7 @@ class TensorSpec:
     rank: str = "range"
     rotation: str = "none"
     rounding: str = "nearest"
+    q_norm: bool = False
 
     @property
     def quantised(self) -> bool:
@@ -124,6 +126,8 @@ class Tables(NamedTuple):
     order        int16 [H, D], with feedback: the channel that is coded first, second, ...
     trellis      fp32, exact in bf16, only for rounding="trellis": the tables of width 1, 2, ... end to end, each by
                  window; `levels` then only say which elements are outliers
+    edges        fp32 [books, levels - 1], only with q_norm: between which numbers a code is chosen, rows strictly
+                 increasing; without, the middles between the levels
     """
 
     zero: torch.Tensor
@@ -134,6 +138,7 @@ class Tables(NamedTuple):
     feedback: torch.Tensor | None = None
     order: torch.Tensor | None = None
     trellis: torch.Tensor | None = None
+    edges: torch.Tensor | None = None
 
     def to(self, device) -> "Tables":
         return Tables(*(None if t is None else t.to(device) for t in self))

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from kvcalib import load_artifact
+from kvcalib.artifact.fingerprint import fingerprint
 from kvcalib.artifact.io import save_artifact
 from kvcalib.artifact.schema import VERSION, Artifact, LayerTables, check_model, tensor_fields, validate
 from kvcalib.errors import ArtifactError, ConfigError
@@ -20,6 +21,7 @@ from tests.kernels.packed import make_tables
 
 KEY = TensorSpec(3, "nuq", "static", rope="pre", outliers=0.01, rank="error")
 VALUE = TensorSpec(2, "uniform", "token", books="head")
+Q_NORM = TensorSpec(2, "nuq", "token", books="head", q_norm=True)
 
 
 def tables(bits: int, books: int = 1) -> Tables:
@@ -80,6 +82,61 @@ def test_what_others_read_has_the_names_that_it_always_had(path):
     }
     mixed = replace(KEY, levels="mixed", rounding="feedback")
     assert set(tensor_fields(mixed)) == {"zero", "scale", "levels", "weight", "widths", "feedback", "order"}
+    assert set(tensor_fields(Q_NORM)) == {"zero", "scale", "levels", "edges"}
+
+
+def test_files_of_yesterday_load(artifact, path):
+    """A format that came later is off where a file does not name it."""
+    spec = artifact.spec.to_dict()
+    for part in ("key", "value"):
+        del spec[part]["q_norm"]
+    rewrite(path, header={"spec": spec})
+    assert load_artifact(path).spec == artifact.spec
+
+
+@pytest.fixture
+def normed(artifact) -> Artifact:
+    """Values with Q-Norm, a book per head."""
+    shared = artifact.layers[1]
+    moved = shared.value._replace(levels=1.5 * shared.value.levels, edges=torch.tensor([[-0.5, 0.01, 0.5]] * 2))
+    moved = moved._replace(levels=moved.levels.bfloat16().float())
+    return replace(artifact, spec=replace(artifact.spec, value=Q_NORM), layers={1: LayerTables(shared.key, moved)})
+
+
+def test_edges_come_back_to_the_last_bit(normed, tmp_path):
+    back = load_artifact(save_artifact(normed, tmp_path / "kvcalib.safetensors"))
+    assert back.spec == normed.spec
+    assert torch.equal(back.layers[1].value.edges, normed.layers[1].value.edges)
+    assert back.layers[1].key.edges is None
+    assert fingerprint(back) == fingerprint(normed)
+    other = normed.layers[1].value._replace(edges=normed.layers[1].value.edges + 0.125)
+    assert fingerprint(replace(normed, layers={1: LayerTables(normed.layers[1].key, other)})) != fingerprint(normed)
+
+
+@pytest.mark.parametrize(
+    ("edges", "message"),
+    [
+        (None, "edges are missing or not [2, 3]"),
+        (torch.tensor([[-0.5, 0.0, 0.5]]), "edges are missing or not [2, 3]"),
+        (torch.tensor([[-0.5, 0.0, 0.5, 1.0]] * 2), "edges are missing or not [2, 3]"),
+        (torch.tensor([[-0.5, 0.0, 0.5], [0.0, 0.0, 0.5]]), "edges are not finite and strictly increasing"),
+        (torch.tensor([[-0.5, 0.0, torch.inf]] * 2), "edges are not finite and strictly increasing"),
+    ],
+)
+def test_edges_that_cannot_be_are_refused(normed, edges, message):
+    value = normed.layers[1].value._replace(edges=edges)
+    with pytest.raises(ArtifactError, match=re.escape(f"layers.1.value: {message}")):
+        validate(replace(normed, layers={1: LayerTables(normed.layers[1].key, value)}))
+
+
+def test_edges_go_with_q_norm_and_only_with_it(normed, tmp_path):
+    without = replace(normed, spec=replace(normed.spec, value=replace(Q_NORM, q_norm=False)))
+    with pytest.raises(ArtifactError, match="layers.1.value: edges are for q_norm=true"):
+        validate(without)
+    path = save_artifact(normed, tmp_path / "kvcalib.safetensors")
+    rewrite(path, tensors=lambda t: {k: v for k, v in t.items() if "edges" not in k})
+    with pytest.raises(ArtifactError, match=r"missing tensors \['layers.1.value.edges'\]"):
+        load_artifact(path)
 
 
 def test_nothing_but_the_file_is_left(path):
@@ -144,7 +201,10 @@ def test_a_table_of_another_rank_is_a_sentence(artifact):
 
 def test_a_flipped_bit_anywhere_is_noticed(path):
     data = path.read_bytes()
-    for place in torch.linspace(8, len(data) - 1, 60).long().tolist():
+    header = 8 + int.from_bytes(data[:8], "little")
+    names = data.index(b'"__metadata__"'), data.index(b'"kvcalib"'), data.index(b'"sha256"')
+    places = {*torch.linspace(8, len(data) - 1, 60).long().tolist(), *range(names[0], names[1] + 12)}
+    for place in sorted(places | {*range(names[2], header)}):
         path.write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
         with pytest.raises(ArtifactError, match=re.escape(str(path))):
             load_artifact(path)
@@ -214,6 +274,10 @@ def test_a_damaged_file_is_refused_with_the_reason(path, change, message):
         ("key", {"outliers": 0.6}, "spec.key.outliers=0.6 must be 0 to 0.5"),
         ("key", {"outliers": -0.1}, "spec.key.outliers=-0.1"),
         ("key", {"outliers": None}, "spec.key.outliers=None"),
+        ("key", {"q_norm": 1}, "spec.key.q_norm=1 must be true or false"),
+        ("key", {"q_norm": True, "rounding": "feedback"}, "spec.key.q_norm=true needs levels=nuq, rounding=nearest"),
+        ("key", {"q_norm": True, "books": "channel"}, "rounding=nearest and books=layer or head"),
+        ("value", {"q_norm": True}, "spec.value.q_norm=true needs levels=nuq, rounding=nearest"),
         ("key", {"levels": "none"}, "spec.key.bits=3 does not go with levels=none"),
         ("key", {"bits": 16}, "spec.key.bits=16 does not go with levels=nuq"),
         ("key", {"levels": "fp8"}, "spec.key.levels=fp8 needs bits=8 and range=static"),

@@ -22,7 +22,7 @@ from kvcalib.calib.outliers import outliers
 from kvcalib.errors import ConfigError, MissingInput
 from kvcalib.fit.kmeans import distortion
 from kvcalib.models.rotary import rotary
-from kvcalib.quant import codec
+from kvcalib.quant import codebook, codec
 from kvcalib.quant.rope import to_post_rope
 from kvcalib.quant.spec import CacheSpec, Tables, TensorSpec
 from tests.calib.conftest import SINK, calibrated, make_windows, quiet
@@ -55,7 +55,9 @@ def tables(out, layer, name) -> Tables:
     frame = Reader(out / "frames" / outliers_stage.FILE, "outliers")
     levels = Reader(out / "levels" / FILE, "codebooks")
     prefix = f"layers.{layer}.{name}"
-    return Tables(frame[f"{prefix}.zero"], frame[f"{prefix}.scale"], levels[f"{prefix}.levels"])
+    fields = ("levels", "edges") if levels.header["spec"][name]["q_norm"] else ("levels",)
+    fitted = {field: levels[f"{prefix}.{field}"] for field in fields}
+    return Tables(frame[f"{prefix}.zero"], frame[f"{prefix}.scale"], **fitted)
 
 
 def sample(folder, layer, name, spec):
@@ -105,6 +107,54 @@ def test_fitted_levels_are_usable_and_beat_the_grids(kind, folder, tmp_path):
         assert found["kmeans"] <= 1.1 * found["exact"]
         assert found["exact"] <= found["stored"] * (1 + 1e-9) <= found["kmeans"] * 1.001
         assert found["stored"] < min(found["uniform"], found["nf"])
+
+
+def moments_off(v, inlier, made, books) -> float:
+    """How far mean (in units of the spread) and spread of the dequantised inliers are from their own, at most."""
+    back, off = codebook.decode(codebook.encode(v, made), made), []
+    for head in range(2) if books == "head" else [slice(None)]:
+        before, after = (t[:, :, head][inlier[:, :, head]].double() for t in (v, back))
+        off += [abs(after.mean() - before.mean()) / before.std(), abs(after.std() / before.std() - 1)]
+    return float(max(off))
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_q_norm_keeps_mean_and_spread_of_the_inliers(kind, folder, tmp_path):
+    """Codes stay those of the fitted levels; what they mean has the moments of what was coded, in every book."""
+    spec = replace(SPECS[kind], bits=2)
+    name = "value" if spec.rope == "none" else "key"
+    plain_report, report = (
+        run_stages(folder, tmp_path / str(on), **{name: replace(spec, q_norm=on)})[1]["layers"][1][name]
+        for on in (False, True)
+    )
+    plain, moved = (tables(tmp_path / str(on), 1, name) for on in (False, True))
+    assert plain.edges is None
+    assert torch.equal(moved.levels, moved.levels.bfloat16().float())
+    x, grad = sample(folder, 1, name, spec)
+    pages = x.unflatten(0, (-1, 32))
+    assert torch.equal(codec.quantise(pages, spec, moved).codes, codec.quantise(pages, spec, plain).codes)
+    v, inlier, _ = codec.normalise(pages, spec, moved)
+    inlier = torch.ones_like(v, dtype=torch.bool) if inlier is None else inlier
+    assert moments_off(v, inlier, moved, spec.books) < 5e-3, "bfloat16 is exact to 1 in 512"
+    assert moments_off(v, inlier, plain, spec.books) > 0.02
+    assert plain_report["stored"] < report["stored"], "the price"
+    assert {**report, "stored": 0} == {**plain_report, "stored": 0}
+    if spec.books == "layer":
+        ((_, weights),) = weighted_points(x, grad, plain, spec, Fit())
+        error = (codebook.decode(codebook.encode(v, moved), moved) - v)[inlier].double().numpy()
+        assert report["stored"] == pytest.approx(np.average(error**2, weights=weights), rel=1e-4)
+
+
+def test_q_norm_with_outliers_by_error(folder, tmp_path):
+    """Moved levels make a few other elements outliers, which moves the moments by little."""
+    off = {}
+    for on in (False, True):
+        spec = replace(KEY, bits=2, rank="error", q_norm=on)
+        reader, _ = run_stages(folder, tmp_path / str(on), key=spec)
+        made = tables(tmp_path / str(on), 0, "key")._replace(weight=reader["layers.0.key.weight"])
+        v, inlier, _ = codec.normalise(sample(folder, 0, "key", spec)[0].unflatten(0, (-1, 32)), spec, made)
+        off[on] = moments_off(v, inlier, made, "layer")
+    assert off[True] < 0.2 * off[False]
 
 
 def test_each_factor_of_the_weight_can_be_left_out(folder, tmp_path):

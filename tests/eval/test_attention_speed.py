@@ -1,18 +1,21 @@
 """The attention call alone: the same numbers for every contender, and a wrong kernel shows."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from kvcalib.artifact.schema import LayerTables, validate
 from kvcalib.eval import attention_speed as module
 from kvcalib.eval import timing
 from kvcalib.eval.attention_speed import Case, attention_speed, full_precision, packed_store, unpacked
-from kvcalib.eval.synthetic import Shape
+from kvcalib.eval.synthetic import Shape, synthetic_layer
 from tests.helpers import cache_spec, make_artifact
 
 CASE = Case(Shape(6, 2, 32), 2, 300)
 
 
-@pytest.fixture(params=["static", "mixed", "feedback"])
+@pytest.fixture(params=["static", "mixed", "feedback", "q-norm"])
 def artifact(request, model, windows):
     return make_artifact(model, cache_spec(request.param, "token", window=16, sink=4), windows[:1])
 
@@ -47,6 +50,12 @@ def test_a_wrong_kernel_shows_as_an_error(measure, monkeypatch):
     right = module.dispatch.attend
     monkeypatch.setattr(module.dispatch, "attend", lambda *args, **kwargs: right(*args, **kwargs) * 1.01)
     assert measure(formats=["group4"])[0]["error"] > 5e-3
+
+
+def test_tables_of_another_shape_are_whole(artifact, generator):
+    key = synthetic_layer(artifact, artifact.spec, Shape(6, 3, 32), generator).key_tables
+    validate(replace(artifact, layers={0: LayerTables(key, artifact.layers[0].value)}))
+    assert (key.edges is not None) == artifact.spec.key.q_norm
 
 
 def test_bytes_are_those_that_a_step_reads(measure):

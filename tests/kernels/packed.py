@@ -8,7 +8,7 @@ from kvcalib.fit import grids
 from kvcalib.fit.feedback import fit_feedback
 from kvcalib.kernels.packed import Packed
 from kvcalib.quant import ranges, rope, sparse, trellis
-from kvcalib.quant.codebook import decode
+from kvcalib.quant.codebook import decode, middles
 from kvcalib.quant.codec import Coded, quantise
 from kvcalib.quant.page import TILE, PageLayout, read_page, write_page
 from kvcalib.quant.rotation import hadamard, largest_power_of_two
@@ -87,6 +87,9 @@ def make_tables(spec: TensorSpec, heads: int, dim: int, g: torch.Generator) -> T
         entries = trellis.table_offset(spec.bits + 1)
         levels = (torch.randperm(entries, generator=g) - entries // 2) / 64  # no two alike: equal ones would be ties
         tables = tables._replace(trellis=levels)
+    if spec.q_norm:
+        moved = (1.25 * tables.levels + 0.125).bfloat16().float()
+        tables = tables._replace(levels=moved, edges=middles(tables.levels))
     return _with_feedback(tables, g) if spec.feeds_back else tables
 
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -26,6 +28,30 @@ def test_every_head_can_have_its_own_levels():
     v = torch.tensor([[[0.9, 0.1], [19.0, 11.0]]])
     codes = codebook.encode(v, tables)
     assert codebook.decode(codes, tables).tolist() == [[[1.0, 0.0], [20.0, 10.0]]]
+
+
+@pytest.mark.parametrize("books", [1, 2])
+@pytest.mark.parametrize("bits", [2, 5])
+def test_edges_choose_the_codes_and_levels_say_what_they_mean(bits, books):
+    plain = _tables(2, 8, torch.linspace(-1, 1, 2**bits).bfloat16(), books=books)
+    moved = plain._replace(levels=1.5 * plain.levels + 0.25, edges=codebook.middles(plain.levels))
+    spec, x = TensorSpec(bits, "nuq", "static", books="head" if books == 2 else "layer"), torch.randn(PAGE, 2, 8)
+    codes = quantise(x, spec, plain).codes
+    assert torch.equal(quantise(x, replace(spec, q_norm=True), moved).codes, codes)
+    assert not torch.equal(quantise(x, spec, moved._replace(edges=None)).codes, codes), "the nearest are others"
+    torch.testing.assert_close(simulate(x, spec, moved), 1.5 * simulate(x, spec, plain) + 0.25)
+
+
+def test_outliers_are_those_that_moved_levels_miss_most():
+    """And their corrections are what is missing from the moved levels."""
+    tables = _tables(1, 2, [0.0, 4.0])._replace(edges=torch.tensor([[1.0]]), weight=torch.ones(1, 2))
+    spec = TensorSpec(1, "nuq", "static", outliers=1 / (PAGE * 2), rank="error", q_norm=True)
+    x = torch.zeros(PAGE, 1, 2)
+    x[5, 0, 1], x[6, 0, 1] = 1.25, 0.75
+    coded = quantise(x, spec, tables)
+    assert (coded.positions.tolist(), coded.corrections.tolist()) == ([PAGE + 5], [-2.75])
+    assert coded.codes.sum() == 1
+    assert dequantise(coded, spec, tables)[5:7, 0, 1].tolist() == [1.25, 0.0]
 
 
 @pytest.mark.parametrize("scope", ["layer", "head", "channels"])

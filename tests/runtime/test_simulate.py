@@ -20,6 +20,7 @@ FORMATS = [
     ("identity", "token"),
     ("mixed", "norm"),
     ("trellis", "trellis"),
+    ("q-norm", "q-norm"),
 ]
 
 

@@ -13,7 +13,7 @@ import torch
 
 from kvcalib.kernels.cpu.attend import FLOAT_TYPES, ISAS, fastest, native
 from kvcalib.kernels.cpu.attend import plan_for as layer_plan
-from kvcalib.quant.codebook import table_of
+from kvcalib.quant.codebook import middles, table_of
 from kvcalib.quant.page import PageLayout
 from kvcalib.quant.rope import Rope, cos_sin
 from kvcalib.quant.rotation import largest_power_of_two
@@ -90,7 +90,7 @@ class PackPlan:
         for width in widths:
             rows = (table_of(tables.levels, width) if width else tables.levels).float().cpu()
             levels.append(rows.flatten())
-            between = (rows[:, 1:] + rows[:, :-1]) / 2
+            between = middles(rows) if tables.edges is None else tables.edges.float().cpu()
             edges.append(torch.nn.functional.pad(between, (0, 1)).flatten())
             starts[width] = (end, rows.shape[1])
             end += rows.numel()
