@@ -11,16 +11,15 @@ from safetensors import SafetensorError, safe_open
 from kvcalib.artifact.files import save_whole
 from kvcalib.artifact.fingerprint import checksum
 from kvcalib.artifact.schema import (
-    TENSORS,
     VERSION,
     Artifact,
     LayerTables,
     json_safe,
     shortened,
-    spec_problems,
     tensor_fields,
     validate,
 )
+from kvcalib.artifact.usable import TENSORS, spec_problems
 from kvcalib.errors import ArtifactError, MissingInput
 from kvcalib.hub import obtain
 from kvcalib.quant.spec import CacheSpec, Tables

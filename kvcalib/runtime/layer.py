@@ -22,7 +22,8 @@ from kvcalib.kernels import dispatch
 from kvcalib.quant.rope import Rope
 from kvcalib.quant.spec import CacheSpec, Tables
 from kvcalib.runtime import rollback
-from kvcalib.runtime.attention import Attachment, Handle
+from kvcalib.runtime.attention import Attachment
+from kvcalib.runtime.handles import Handle
 from kvcalib.runtime.modes import plain, undisturbed
 from kvcalib.runtime.store import LayerStore
 

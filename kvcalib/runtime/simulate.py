@@ -22,8 +22,9 @@ from kvcalib.quant.codec import dequantise
 from kvcalib.quant.page import PageLayout, read_page
 from kvcalib.quant.rope import Rope, to_post_rope
 from kvcalib.quant.spec import PAGE, CacheSpec
-from kvcalib.runtime.attention import Attachment, Handle, attach
+from kvcalib.runtime.attention import Attachment, attach
 from kvcalib.runtime.frequencies import Frequencies
+from kvcalib.runtime.handles import Handle
 from kvcalib.runtime.ropes import LayerRopes, layer_ropes
 
 _QUERIES = 64

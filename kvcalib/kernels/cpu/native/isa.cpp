@@ -11,6 +11,7 @@
 #include "vec_portable.h"
 #define KV_NAME(prefix) prefix##_portable
 #endif
+#include "exact.h"
 #include "tiles.h"
 #include "scores.h"
 #include "decode.h"
