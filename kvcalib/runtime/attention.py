@@ -11,8 +11,8 @@ place; its attention setting stays as it is.
 
 Position ids are read by a hook on the model's rotary module, the one place through which they pass in every family
 (some models do not hand them to `Cache.update`). Hooks on its attention modules tell a cache that it is this model that
-runs, and not another with a cache of its own; hooks on its base, whether a pass came to its end. All are kept per
-thread, so two threads may use one model.
+runs, and not another with a cache of its own; hooks on the whole and on its base, whether a pass came to its end. All
+are kept per thread, so two threads may use one model.
 
 `attach` counts the caches of a model; when the last one is gone, the hooks and the attention setting are too.
 """
@@ -30,9 +30,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvcalib.errors import UnsupportedModel
 from kvcalib.models.families import attends_by_torch, attention_modules
 from kvcalib.runtime.handles import Handle, TorchHandle, foreign
+from kvcalib.runtime.passes import Pass, call_of
 
-_DEEPEST = 8
-"""Passes inside of passes."""
 _NAMES = {"sdpa": "kvcalib", "eager": "kvcalib_eager"}
 _attachments: "weakref.WeakKeyDictionary[torch.nn.Module, Attachment]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
@@ -64,25 +63,6 @@ for _name, _ours in _NAMES.items():  # at import: a model that was pickled with 
     AttentionMaskInterface.register(_ours, ALL_MASK_ATTENTION_FUNCTIONS[_name])
 
 
-class Pass:
-    """One forward pass of a model; never finished where an error ended it.
-
-    committed: called when it is, by those who could go back until then, who are not kept alive; positions: its position
-    ids; inside: whether an attention module of the model runs.
-    """
-
-    def __init__(self, finished: bool = False):
-        self.finished, self.committed = finished, []
-        self.positions, self.inside = None, False
-
-    def finish(self) -> None:
-        self.finished = True
-        for reference in self.committed:
-            if (commit := reference()) is not None:
-                commit()
-        self.committed = []
-
-
 class Watch:
     """Forward hooks that keep the pass of each thread: the innermost, where a hook calls the model again.
 
@@ -97,20 +77,44 @@ class Watch:
 
     @property
     def current(self) -> Pass:
-        """The pass that runs in this thread; one that is finished where only a part of the model does."""
+        """The innermost pass that runs in this thread; one that is finished where only a part of the model does."""
         if not hasattr(self._seen, "passes"):
-            self._seen.passes = [Pass(finished=True)]
-        return self._seen.passes[-1]
+            self._seen.passes = [Pass()]
+        passes = self._seen.passes
+        while len(passes) > 2 and not passes[-1].running:  # Ctrl-C has left it behind, and somebody went on
+            passes.pop().end()
+        return passes[-1]
 
-    def begin(self, _module, _args) -> None:
-        _ = self.current
-        self._seen.passes = [*self._seen.passes[-_DEEPEST:], Pass()]  # Ctrl-C leaves passes behind
+    def begin(self, module, _args) -> None:
+        _, call = self.current, call_of(module)
+        first, *others = self._seen.passes
+        outer = [each for each in others if each.running and not each.is_of(call)]
+        for each in others:
+            if each not in outer:
+                each.end()
+        self._seen.passes = [first, *outer, Pass(call)]
 
-    def finish(self, _module, _args, output) -> None:
-        """Called after an error, too, but for those that are no Exception; then there is no output."""
-        ended = self._seen.passes.pop()
-        if output is not None:
-            ended.finish()
+    def finish(self, module, _args, output) -> None:
+        """Called after an error, too, but for Ctrl-C; then there is no output, and there may have been no `begin`."""
+        _, call = self.current, call_of(module)
+        first, *others = self._seen.passes
+        for depth, each in enumerate(others):
+            if each.is_of(call):
+                self._seen.passes = [first, *others[:depth]]
+                each.end() if output is None else each.finish()
+
+    def begin_base(self, module, args) -> None:
+        """The base of a model belongs to the pass of the whole, unless a hook calls it once more."""
+        if not self.current.running or self.current.base is not None:
+            self.begin(module, args)
+        self.current.base = id(call_of(module))
+
+    def finish_base(self, module, args, output) -> None:
+        current, call = self.current, call_of(module)
+        if current.base == id(call) and not current.is_of(call):
+            current.base = None
+        else:
+            self.finish(module, args, output)
 
     def positions(self, _module, args, kwargs) -> None:
         self.current.positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
@@ -148,9 +152,9 @@ class Attachment:
             )
         return positions[0]  # one copy for each section of the rotary embedding
 
-    def current_pass(self) -> Pass:
-        """The pass that runs in this thread; one that is finished where only a part of the model does."""
-        return self._watch.current
+    def current_pass(self) -> Pass | None:
+        """The pass that runs in this thread; None where only a part of the model does."""
+        return self._watch.current if self._watch.current.running else None
 
     def handle(self, layer: Handle, key: torch.Tensor, length: int):
         """What `update` returns for key [B, H, T, D] when `length` columns are cached."""
@@ -169,10 +173,13 @@ class Attachment:
         rotary, attention = _rotary_modules(model), list(attention_modules(model).values())
         if not self._by_torch:
             model.set_attn_implementation(_NAMES[self.original])
-        for module in [model.base_model, *rotary, *attention]:
+        for module in [model, model.base_model, *rotary, *attention]:
             _remove_copied_hooks(module)
-        self._hooks.append(model.base_model.register_forward_pre_hook(self._watch.begin))
-        self._hooks.append(model.base_model.register_forward_hook(self._watch.finish, always_call=True))
+        self._hooks.append(model.register_forward_pre_hook(self._watch.begin))
+        self._hooks.append(model.register_forward_hook(self._watch.finish, always_call=True))
+        if model.base_model is not model:
+            self._hooks.append(model.base_model.register_forward_pre_hook(self._watch.begin_base))
+            self._hooks.append(model.base_model.register_forward_hook(self._watch.finish_base, always_call=True))
         for module in rotary:
             self._hooks.append(module.register_forward_pre_hook(self._watch.positions, with_kwargs=True))
         for module in attention:

@@ -63,7 +63,8 @@ class CalibratedCache(Cache):
 
     def memory_report(self) -> dict:
         """Every byte that the cache holds, and what it comes to per element; see runtime/memory.py."""
-        self._settle()
+        if not any(layer.in_a_pass for layer in self._ours()):
+            self._settle()
         return memory_report(self._ours())
 
     def crop(self, tokens_to_remove: int) -> None:

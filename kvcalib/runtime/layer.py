@@ -76,7 +76,7 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         if self._ahead is not None and self._ahead[0] is current:
             return
         self.settle()
-        if not current.finished:
+        if current is not None:
             self._ahead = current, self.store.state()
             current.committed.append(weakref.WeakMethod(self._commit))
 
@@ -84,11 +84,21 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         self._ahead = None
 
     @property
+    def in_a_pass(self) -> bool:
+        """Whether a pass has been in this layer and still runs."""
+        return self._ahead is not None and self._ahead[0].running
+
+    @property
     def _interrupted(self) -> bool:
-        return self._ahead is not None and not self._ahead[0].finished
+        return self._ahead is not None and not self._ahead[0].finished and not self.in_a_pass
 
     def settle(self) -> None:
-        """Takes back a pass that an error ended in this layer or a later one."""
+        """Takes back a pass that an error ended in this layer or a later one. Raises ConfigError while one runs."""
+        if self.in_a_pass:
+            raise ConfigError(
+                "this cache is in the middle of a forward pass: change, copy or save it when the call has returned,"
+                " and give a call inside of it a cache of its own"
+            )
         if self._interrupted:
             before = self._ahead[1]
             if self.beside_states and self.store.length != before["length"]:

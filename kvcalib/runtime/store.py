@@ -175,19 +175,16 @@ class LayerStore:
 
     def _allocate(self, key: torch.Tensor, value: torch.Tensor) -> None:
         batch, heads, _, key_dim = key.shape
-        self.layout = PageLayout(self.spec, self.key_tables, self.value_tables)
-        shape, expected = (
-            (heads, key_dim, value.shape[-1]),
-            (self.layout.heads, self.layout.key_dim, self.layout.value_dim),
-        )
+        layout = PageLayout(self.spec, self.key_tables, self.value_tables)
+        shape, expected = (heads, key_dim, value.shape[-1]), (layout.heads, layout.key_dim, layout.value_dim)
         assert shape == expected, f"keys and values of shape {shape}, calibrated {expected}"
-        self.pages = torch.empty(batch, 0, self.layout.nbytes, dtype=torch.uint8, device=key.device)
+        self.pages = torch.empty(batch, 0, layout.nbytes, dtype=torch.uint8, device=key.device)
         self.page_counts, self.sink_counts, self.forgotten = [0] * batch, [0] * batch, [0] * batch
         self.recent_key, self.recent_value = key[:, :, :0].clone(), value[:, :, :0].clone()
         self.sink_key, self.sink_value = self.recent_key, self.recent_value
         self.waiting = torch.empty(batch, 0, dtype=torch.bool, device=key.device)
         self.positions = torch.empty(batch, 0, dtype=torch.int64, device=key.device)
-        self.sink_positions, self.real = self.positions, None
+        self.sink_positions, self.real, self.layout = self.positions, None, layout
         self._move_to(key.device)
 
     def _move_to(self, device: torch.device) -> None:
@@ -266,6 +263,6 @@ class LayerStore:
             setattr(self, name, [getattr(self, name)[row] for row in index.tolist()])
 
     def reset(self) -> None:
-        for name in self.tensors():
+        held, self.layout, self.length = self.tensors(), None, 0
+        for name in held:
             setattr(self, name, None)
-        self.layout, self.length = None, 0

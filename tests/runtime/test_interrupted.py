@@ -2,6 +2,7 @@
 
 import copy
 import sys
+import threading
 
 import pytest
 import torch
@@ -211,3 +212,115 @@ def test_states_that_cannot_go_back_are_a_sentence(ids):
         cache.reset()
         expected = CalibratedCache(cache._artifact, model)
         assert torch.equal(model(ids, cache=cache).logits, model(ids, cache=expected).logits)
+
+
+def in_the_middle(model, act):
+    """Calls `act` once, in the middle of the next pass."""
+    hook = model.model.layers[1].register_forward_pre_hook(lambda *_: (hook.remove(), act())[0])
+
+
+def test_looking_at_a_cache_in_the_middle_of_a_pass(ids):
+    model = tiny("llama")
+    cache, expected, seen = filled(model, ids), filled(model, ids), []
+    in_the_middle(model, lambda: seen.append((cache.memory_report()["tokens"], cache.get_seq_length(), repr(cache))))
+    assert all(map(torch.equal, goes_on(cache, ids[:, 80:]), goes_on(expected, ids[:, 80:])))
+    assert seen[0][:2] == (81, 81)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        copy.deepcopy,
+        lambda cache: cache.save("never"),
+        lambda cache: cache.crop(-1),
+        lambda cache: cache.batch_repeat_interleave(2),
+        lambda cache: cache._model(torch.tensor([[5], [6]]), cache=cache),
+    ],
+)
+def test_what_cannot_be_done_in_the_middle_of_a_pass_is_a_sentence(act, ids):
+    model = tiny("llama")
+    cache, expected = filled(model, ids), filled(model, ids)
+    in_the_middle(model, lambda: act(cache))
+    with pytest.raises(ConfigError, match="in the middle of a forward pass"):
+        forward(model, cache, ids[:, 80:81])
+    assert cache.get_seq_length() == 80
+    assert all(map(torch.equal, goes_on(cache, ids[:, 80:]), goes_on(expected, ids[:, 80:])))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+@pytest.mark.parametrize("where", ["before everything", "in a call inside", "deep in a call inside"])
+def test_an_error_where_no_hook_of_ours_has_been_or_will_be(error, where, ids):
+    """Hooks of others come first; and what they call may fail while the pass around it goes on."""
+    model, broken = tiny("llama"), []
+
+    def hook(*_):
+        if broken:
+            raise broken.pop()
+
+    at = model.model.layers[1].mlp if where.startswith("deep") else model.base_model
+    at.register_forward_pre_hook(hook)
+    cache, other, expected = (filled(model, ids) for _ in range(3))
+
+    def inner():
+        broken.append(error)
+        with pytest.raises(error):
+            model(ids[:, :5], cache=other)
+
+    with torch.no_grad():
+        if "inside" in where:
+            in_the_middle(model, inner)
+        else:
+            inner()
+    assert all(map(torch.equal, goes_on(cache, ids[:, 80:]), goes_on(expected, ids[:, 80:])))
+    assert other.get_seq_length() == 80
+
+
+def test_an_error_in_the_head_of_the_model(ids):
+    """The largest memory of a long prompt is that of its logits: who asks again in parts has every token once."""
+    model = tiny("llama")
+    cache, expected = filled(model, ids), filled(model, ids)
+
+    def broken(*_):
+        raise torch.OutOfMemoryError
+
+    hook = model.lm_head.register_forward_hook(broken)
+    with pytest.raises(torch.OutOfMemoryError):
+        forward(model, cache, ids[:, 80:120])
+    hook.remove()
+    assert cache.get_seq_length() == 80
+    assert all(map(torch.equal, goes_on(cache, ids[:, 80:]), goes_on(expected, ids[:, 80:])))
+
+
+@pytest.mark.parametrize("part", ["whole", "base"])
+def test_the_base_of_a_model_may_be_called_alone_or_by_a_hook(part, ids):
+    model = tiny("llama")
+    cache, other, expected = (filled(model, ids) for _ in range(3))
+    called = model if part == "whole" else model.base_model
+    in_the_middle(model, lambda: (called(ids[:, :5], cache=other), None)[1])
+    with torch.no_grad():
+        ours = [model.base_model(each, cache=cache)[0] for each in ids[:, 80:].split([1, 39], dim=1)]
+        theirs = [
+            model.base_model(each, cache=expected).last_hidden_state for each in ids[:, 80:].split([1, 39], dim=1)
+        ]
+    assert all(map(torch.equal, ours, theirs))
+    assert (cache.get_seq_length(), other.get_seq_length()) == (120, 85)
+
+
+def test_a_thread_that_watches(ids):
+    model = tiny("llama")
+    cache, failed, over = CalibratedCache(make_artifact(model, SPEC, ids[:1, :60]), model), [], threading.Event()
+
+    def watch():
+        while not over.is_set():
+            try:
+                cache.memory_report()
+            except Exception as error:
+                failed.append(error)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    found = goes_on(cache, ids[:, :40])
+    over.set()
+    thread.join()
+    assert failed == []
+    assert all(map(torch.equal, found, goes_on(CalibratedCache(cache._artifact, model), ids[:, :40])))

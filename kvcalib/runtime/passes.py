@@ -1,0 +1,56 @@
+"""Forward passes of a model: whether one still runs, came to its end, or was ended by an error.
+
+No hook of torch is called when Ctrl-C ends a pass, so whether it runs is read off the stack of its thread.
+"""
+
+import sys
+import threading
+from types import FrameType
+
+import torch
+
+_CALL = torch.nn.Module._call_impl.__code__
+
+
+class Pass:
+    """call: the frame of the call of the model that it belongs to; None for one that is over from the start.
+
+    committed: called when it is finished, by those who could go back until then, who are not kept alive; positions: its
+    position ids; inside: whether an attention module of the model runs; base: the call of the model's base that belongs
+    to it, while that runs.
+    """
+
+    def __init__(self, call: FrameType | None = None):
+        self._frame, self._thread = id(call), threading.get_ident()  # the frame itself would keep all its tensors
+        self._module = None if call is None else id(call.f_locals["self"])
+        self._over = self.finished = call is None
+        self.committed, self.positions, self.inside, self.base = [], None, False, None
+
+    def end(self) -> None:
+        """It no longer runs, which its frame alone cannot tell: a later one may have its address."""
+        self._over = True
+
+    def finish(self) -> None:
+        self._over = self.finished = True
+        for reference in self.committed:
+            if (commit := reference()) is not None:
+                commit()
+        self.committed = []
+
+    def is_of(self, call: FrameType | None) -> bool:
+        return id(call) == self._frame
+
+    @property
+    def running(self) -> bool:
+        frame = None if self._over else sys._current_frames().get(self._thread)
+        while frame is not None and not (id(frame) == self._frame and frame.f_code is _CALL):
+            frame = frame.f_back
+        return frame is not None and id(frame.f_locals["self"]) == self._module
+
+
+def call_of(module: torch.nn.Module) -> FrameType | None:
+    """The innermost call of `module` in this thread."""
+    frame = sys._getframe(1)
+    while frame is not None and not (frame.f_code is _CALL and frame.f_locals["self"] is module):
+        frame = frame.f_back
+    return frame
