@@ -78,9 +78,10 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         self.settle()
         if current is not None:
             self._ahead = current, self.store.state()
-            current.committed.append(weakref.WeakMethod(self._commit))
+            current.watchers.append(weakref.ref(self))
 
-    def _commit(self) -> None:
+    def commit(self) -> None:
+        """The pass is finished: there is no way back to before it."""
         self._ahead = None
 
     @property

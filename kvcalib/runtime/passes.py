@@ -15,16 +15,15 @@ _CALL = torch.nn.Module._call_impl.__code__
 class Pass:
     """call: the frame of the call of the model that it belongs to; None for one that is over from the start.
 
-    committed: called when it is finished, by those who could go back until then, who are not kept alive; positions: its
-    position ids; inside: whether an attention module of the model runs; base: the call of the model's base that belongs
-    to it, while that runs.
+    watchers: weak references to those who could go back until it is finished; positions: its position ids; inside:
+    whether an attention module of the model runs; base: the call of the model's base that belongs to it, while it runs.
     """
 
     def __init__(self, call: FrameType | None = None):
         self._frame, self._thread = id(call), threading.get_ident()  # the frame itself would keep all its tensors
         self._module = None if call is None else id(call.f_locals["self"])
         self._over = self.finished = call is None
-        self.committed, self.positions, self.inside, self.base = [], None, False, None
+        self.watchers, self.positions, self.inside, self.base = [], None, False, None
 
     def end(self) -> None:
         """It no longer runs, which its frame alone cannot tell: a later one may have its address."""
@@ -32,17 +31,20 @@ class Pass:
 
     def finish(self) -> None:
         self._over = self.finished = True
-        for reference in self.committed:
-            if (commit := reference()) is not None:
-                commit()
-        self.committed = []
+        for reference in self.watchers:
+            if (watcher := reference()) is not None:
+                watcher.commit()
+        self.watchers = []
 
     def is_of(self, call: FrameType | None) -> bool:
         return id(call) == self._frame
 
     @property
     def running(self) -> bool:
-        frame = None if self._over else sys._current_frames().get(self._thread)
+        if self._over:
+            return False
+        mine = self._thread == threading.get_ident()
+        frame = sys._getframe(1) if mine else sys._current_frames().get(self._thread)
         while frame is not None and not (id(frame) == self._frame and frame.f_code is _CALL):
             frame = frame.f_back
         return frame is not None and id(frame.f_locals["self"]) == self._module

@@ -30,6 +30,8 @@ from kvcalib.runtime import departure, reading, rollback
 from kvcalib.runtime.frequencies import Frequencies
 from kvcalib.runtime.growth import with_capacity
 
+_LISTS = ("page_counts", "sink_counts", "forgotten")
+
 
 class LayerStore:
     """Keys and values of one layer for B rows. All tensors are on one device, in the model's dtype where exact.
@@ -54,7 +56,11 @@ class LayerStore:
 
     def state(self) -> dict:
         """What `restore` takes. Copies no tensor."""
-        return {name: [*held] if type(held) is list else held for name, held in self.__dict__.items()}
+        state = self.__dict__.copy()
+        for name in _LISTS:
+            if name in state:
+                state[name] = state[name].copy()
+        return state
 
     def restore(self, state: dict) -> None:
         self.__dict__ = state
@@ -259,7 +265,7 @@ class LayerStore:
             raise ConfigError("a cache keeps one row or more; cache.reset() empties it")
         for name, tensor in self.tensors().items():
             setattr(self, name, tensor.index_select(0, index.to(tensor.device)))
-        for name in ("page_counts", "sink_counts", "forgotten"):
+        for name in _LISTS:
             setattr(self, name, [getattr(self, name)[row] for row in index.tolist()])
 
     def reset(self) -> None:
