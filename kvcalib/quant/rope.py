@@ -47,9 +47,14 @@ def make_rope(head_dim: int, kind: str, inv_freq: torch.Tensor, scaling: float =
 
 
 def cos_sin(positions: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
-    """positions [...] -> cos, sin fp32 [..., D/2], gain included (as transformers multiplies it in)."""
-    angle = positions[..., None].float() * rope.inv_freq
-    return angle.cos() * rope.gain, angle.sin() * rope.gain
+    """positions [...] -> cos, sin fp32 [..., D/2], gain included (as transformers multiplies it in).
+
+    Angles are exact, as kernels have them when they turn keys again: in float32, at positions in the millions, they are
+    off by whole radians.
+    """
+    wide = torch.float32 if positions.device.type == "mps" else torch.float64
+    angle = positions[..., None].to(wide) * rope.inv_freq.to(wide)
+    return angle.cos().float() * rope.gain, angle.sin().float() * rope.gain
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -62,8 +62,8 @@ class CalibratedLayer(CacheLayerMixin, Handle):
             _no_gradient(logger)
         self.attachment.insist()
         batch, _, tokens, _ = key_states.shape
-        positions = self._positions(batch, tokens, key_states.device)
         self._begin()
+        positions = self._positions(batch, tokens, key_states.device)
         self.lazy_initialization(key_states, value_states)
         with undisturbed():
             self.store.append(key_states, value_states, positions)

@@ -62,7 +62,7 @@ def load_cache(layers: list, artifact: Artifact, model, path: str | Path) -> Non
             f"{path} was saved with another model: {'; '.join(differences[:4])}; fill a new cache from the text"
         )
     described = header["layers"]
-    if described.keys() != {str(index) for index in range(len(layers))}:
+    if described.keys() != {str(index) for index in range(len(layers))} or {*map(type, described.values())} - {dict}:
         raise ArtifactError(f"{path} holds {len(described)} layers, this model has {len(layers)}; save the cache again")
     for index, layer in enumerate(layers):
         start = f"layers.{index}."

@@ -191,6 +191,7 @@ def by_hand(path, **changes):
     [
         *(({name: None}, f"its header has no {name}") for name in ("artifact", "model", "weights", "layers")),
         ({"layers": [1, 2]}, "its header has no layers"),
+        ({"layers": {"0": None, "1": None}}, "holds 2 layers"),
     ],
 )
 def test_a_header_made_by_hand_is_refused(changes, words, model, ids, artifact, tmp_path):

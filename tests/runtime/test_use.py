@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, pipeline
 
 from kvcalib.errors import UnsupportedModel
 from kvcalib.models.tiny import byte_tokenizer
+from kvcalib.quant.spec import CacheSpec, TensorSpec
 from kvcalib.runtime import departure
 from kvcalib.runtime.cache import CalibratedCache
 from tests.helpers import cache_spec, make_artifact
@@ -295,3 +296,19 @@ def test_a_model_that_is_called_again_inside_its_own_pass(model, ids, artifact, 
             hook.remove()
             assert torch.equal(ours, theirs)
     assert (cache.get_seq_length(), inner.get_seq_length()) == (80, tokens + 3)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+def test_keys_at_far_positions_come_back_as_they_were(model, ids, kernel, monkeypatch):
+    """Turned back before they are packed and forth when they are read, by the same angles; with rope=post by none."""
+    monkeypatch.setenv("KVCALIB_KERNEL", kernel)
+    found = {}
+    for rope in ("pre", "post"):
+        key = TensorSpec(8, "uniform", "group", group=8, rope=rope)
+        spec = CacheSpec(key, TensorSpec(8, "uniform", "token", scope="head"), 0, 1)
+        cache = CalibratedCache(make_artifact(model, spec, ids[:1]), model)
+        places = 9_000_000 + torch.arange(80)
+        with torch.no_grad():
+            model(ids[:1, :75], position_ids=places[None, :75], cache=cache)
+            found[rope] = model(ids[:1, 75:], position_ids=places[None, 75:], cache=cache).logits
+    assert (found["pre"] - found["post"]).abs().max() < 0.03

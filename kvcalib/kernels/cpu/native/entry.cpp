@@ -8,6 +8,7 @@
 #include "pack.h"
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #define KV_X86 1
 #endif
 
@@ -90,6 +91,14 @@ void merge(const Layer& layer, const Call& call, const Split& s, const Item& ite
 
 }  // namespace
 
+#ifdef KV_X86
+// Older compilers do not know "f16c" as a name for __builtin_cpu_supports.
+static bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
 #define KV_EXPORT __attribute__((visibility("default")))
 
 extern "C" {
@@ -98,7 +107,7 @@ extern "C" {
 KV_EXPORT int kv_supports(int isa) {
 #ifdef KV_X86
   __builtin_cpu_init();
-  if (isa == kAvx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  if (isa == kAvx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   if (isa == kAvx512)
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
