@@ -27,11 +27,12 @@ def save_whole(path: str | Path, tensors: dict[str, torch.Tensor], metadata: dic
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.parent) as folder:
             partial = Path(folder) / "whole"
             partial.touch()
-            mode = partial.stat().st_mode  # what the umask asks for; safetensors would leave it to its owner alone
+            before = target if target.exists() else partial  # the new file's mode is what the umask asks for
+            mode = before.stat().st_mode  # safetensors would leave it to its owner alone
             save_file(tensors, partial, metadata | {"format": "pt"})
             partial.chmod(mode)
             os.replace(partial, target)
-    except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: the home of a user that is not there
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:  # no such user's home; a NUL in the name
         raise ConfigError(f"{path} cannot be written ({error}): give another place") from error
     return path
 

@@ -83,7 +83,12 @@ def table_problems(name: str, spec: TensorSpec, tables: Tables) -> list[str]:
     if tables.zero.dim() != 2 or tables.zero.shape != tables.scale.shape:
         shapes = f"zero {tuple(tables.zero.shape)} and scale {tuple(tables.scale.shape)}"
         return [f"{shapes} are not both [heads, dim]"]
-    if spec.quantised and spec.range == "token" and spec.scope == "channels" and tables.zero.shape[1] % spec.group:
+    if (
+        spec.quantised
+        and spec.range in ("token", "norm")
+        and spec.scope == "channels"
+        and tables.zero.shape[1] % spec.group
+    ):
         found.append(f"group={spec.group} does not divide its {tables.zero.shape[1]} channels")
     if not (tables.zero.abs() < LARGEST).all():
         found.append(f"zero is not finite, or {LARGEST:.0e} and beyond")
@@ -109,7 +114,11 @@ def _feedback_problems(tables: Tables) -> list[str]:
         return [f"feedback is missing, not finite or not [{heads}, {dim}, {dim}]"]
     if feedback.triu().any() or not torch.equal(feedback, feedback.bfloat16().to(feedback)):
         return ["feedback is not zero on and above the diagonal, or not exact in bf16"]
-    if order is None or order.shape != (heads, dim) or not (order.sort(-1).values == torch.arange(dim)).all():
+    if (
+        order is None
+        or order.shape != (heads, dim)
+        or not (order.sort(-1).values == torch.arange(dim, device=order.device)).all()
+    ):
         return [f"order is missing or its rows are not permutations of the {dim} channels"]
     return []
 

@@ -190,11 +190,11 @@ class CalibratedLayer(CacheLayerMixin, Handle):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if self.store.layout is not None:
             rows = indices.cpu() if isinstance(indices, torch.Tensor) else indices
-            self.reorder_cache(torch.arange(self.store.batch)[rows].view(-1))
+            self.reorder_cache(torch.arange(self.store.batch, device="cpu")[rows].view(-1))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.store.layout is not None:
-            self.reorder_cache(torch.arange(self.store.batch).repeat_interleave(repeats))
+            self.reorder_cache(torch.arange(self.store.batch, device="cpu").repeat_interleave(repeats))
 
     def reset(self) -> None:
         self.store.reset()

@@ -297,8 +297,9 @@ def test_a_format_that_cannot_be_read_is_refused_with_the_field(artifact, path, 
         validate(replace(artifact, spec=CacheSpec.from_dict(spec)))
 
 
-def test_channels_of_a_range_must_divide_the_head(artifact):
-    spec = replace(artifact.spec, value=TensorSpec(2, "uniform", "token", scope="channels", group=16, books="head"))
+@pytest.mark.parametrize(("levels", "kind"), [("uniform", "token"), ("nf", "norm")])
+def test_channels_of_a_range_must_divide_the_head(artifact, levels, kind):
+    spec = replace(artifact.spec, value=TensorSpec(2, levels, kind, scope="channels", group=16, books="head"))
     with pytest.raises(ArtifactError, match="group=16 does not divide its 8 channels"):
         validate(replace(artifact, spec=spec))
 

@@ -203,7 +203,6 @@ def test_the_number_of_threads_changes_nothing(queries):
 
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf])
 @pytest.mark.parametrize("queries", [1, 3, 40])
-@pytest.mark.parametrize("isa", supported())
 def test_a_key_that_is_no_number_makes_no_answer(odd, queries, isa):
     """As full precision does; a query that does not see it is left alone."""
     shape = Shape(queries=queries, recent=40, counts=(20,))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from kvcalib.artifact.io import load_artifact, save_artifact
 from kvcalib.artifact.schema import LayerTables
 from kvcalib.errors import UnsupportedModel
 from kvcalib.quant.spec import CacheSpec, TensorSpec
@@ -136,7 +137,7 @@ def test_a_gradient_is_a_sentence_and_not_a_wrong_number(model, ids, artifact, t
 
 
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
-def test_a_default_device_elsewhere(model, ids, artifact, kernel, monkeypatch):
+def test_a_default_device_elsewhere(model, ids, artifact, kernel, monkeypatch, tmp_path):
     """Tensors that kernels on the CPU write to would be made there: memory that is none."""
     monkeypatch.setenv("KVCALIB_KERNEL", kernel)
     expected = in_parts(model, ids, CalibratedCache(artifact, model))
@@ -144,8 +145,14 @@ def test_a_default_device_elsewhere(model, ids, artifact, kernel, monkeypatch):
         artifact.layers[0].key._replace(zero=artifact.layers[0].key.zero.clone()), artifact.layers[0].value
     )
     anew = replace(artifact, layers=artifact.layers | {0: fresh})  # no plan of a kernel is there yet
+    feedback = make_artifact(model, cache_spec("feedback", "norm"), ids[:1, :60])
     with torch.device("meta"):
         cache = CalibratedCache(anew, model)
         ours = in_parts(model, ids, cache)
         cache.crop(-3), cache.reorder_cache(torch.tensor([2, 1, 0], device="cpu")), copy.deepcopy(cache)
+        cache.batch_repeat_interleave(2), cache.batch_select_indices(torch.tensor([0, 3], device="cpu"))
+        path = save_artifact(feedback, tmp_path / "artifact.safetensors")
+        loaded = CalibratedCache(load_artifact(path), model)
+        in_parts(model, ids, loaded)
+        CalibratedCache.load(loaded.save(tmp_path / "prefix.safetensors"), path, model)
     assert all(map(torch.equal, ours, expected))

@@ -252,10 +252,13 @@ def test_a_place_that_is_no_file_is_a_sentence(model, ids, artifact, tmp_path, m
         (None, "by its path, not by NoneType"),
         ("~no-such-user/x", "cannot be written"),
         ("a" * 300, "File name"),
+        ("a\0", "null"),
     ):
         with pytest.raises(ConfigError, match=words):
             cache.save(place)
+    (tmp_path / ("b" * 255)).touch(mode=0o600)
     cache.save("b" * 255)
+    assert (tmp_path / ("b" * 255)).stat().st_mode & 0o777 == 0o600
     (tmp_path / ("b" * 255)).unlink()
     with pytest.raises(ArtifactError, match="is a folder"):
         CalibratedCache.load(tmp_path, artifact, model)

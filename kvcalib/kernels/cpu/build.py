@@ -85,7 +85,7 @@ def objects() -> dict[str, list[str]]:
     units = {name: ["isa.cpp", *_COMMON, *flags] for name, flags in variants.items()}
     exact = ["-ffp-contract=off"]  # bytes must not depend on the instruction set
     units |= {f"pack_{name}": ["pack.cpp", *_COMMON, *flags, *exact] for name, flags in variants.items()}
-    return units | {"entry": ["entry.cpp", *_COMMON, *(["-fopenmp"] if torch_openmp() else [])]}
+    return units | {"entry": ["entry.cpp", *_COMMON, *(["-DKV_GOMP"] if torch_openmp() else [])]}
 
 
 def torch_openmp() -> Path | None:

@@ -91,6 +91,25 @@ void merge(const Layer& layer, const Call& call, const Split& s, const Item& ite
 
 }  // namespace
 
+// Runs `work` on every thread of the team that torch has set for the calling thread (0: another number would make libgomp
+// rebuild it). By the interface of libgomp itself, so that any compiler will do.
+#ifdef KV_GOMP
+extern "C" void GOMP_parallel(void (*)(void*), void*, unsigned threads, unsigned flags);
+extern "C" void GOMP_barrier();
+#endif
+template <class Work>
+static void team(bool many, Work& work) {
+#ifdef KV_GOMP
+  if (many) return GOMP_parallel([](void* p) { (*static_cast<Work*>(p))(); }, &work, 0, 0);
+#endif
+  work();
+}
+static void wait_for_team(bool many) {
+#ifdef KV_GOMP
+  if (many) GOMP_barrier();
+#endif
+}
+
 #ifdef KV_X86
 // Older compilers do not know "f16c" as a name for __builtin_cpu_supports.
 static bool has_f16c() {
@@ -135,23 +154,23 @@ KV_EXPORT int kv_attend(const Layer* layer, const Call* call, int isa) {
   };
   std::atomic<int64_t> next{0}, next_group{0};
   std::atomic<int> failed{0};
-  // The team is the one that torch has set for the calling thread; a num_threads clause would make libgomp rebuild it.
-#pragma omp parallel if (call->threads > 1 && items > 1)
-  {
+  const bool many = call->threads > 1 && items > 1;
+  auto work = [&] {
     Floats scratch(f.scratch(*layer, most, s.head_block));
     if (!scratch.p) failed = 1;
     for (int64_t i; !failed && (i = next++) < items / s.head_block;) {
       const Item item = item_of(i, *layer, *call, s);
       f.run(*layer, *call, s, item, scratch.p, partial_of(item, item.slot), head_step);
     }
-#pragma omp barrier
+    wait_for_team(many);
     Split by_head = s;
     by_head.head_block = 1;
     for (int64_t g; !failed && (g = next_group++) < groups;) {
       const Item item = item_of(g * s.slots, *layer, *call, by_head);
       merge(*layer, *call, s, item, partial_of(item, 0), partial_floats);
     }
-  }
+  };
+  team(many, work);
   return failed;
 }
 
@@ -160,13 +179,13 @@ KV_EXPORT int kv_pack(const Layer* layer, const Pack* pack, const PackCall* call
   const Functions f = functions_of(isa);
   std::atomic<int64_t> next{0};
   std::atomic<int> failed{0};
-#pragma omp parallel if (call->threads > 1 && call->pages > 1)
-  {
+  auto work = [&] {
     Floats memory(f.pack_bytes(*layer) / 4 + 1);
     if (!memory.p) failed = 1;
     for (int64_t i; !failed && (i = next++) < call->pages;)
       f.pack(*layer, *pack, *call, i, reinterpret_cast<uint8_t*>(memory.p));
-  }
+  };
+  team(call->threads > 1 && call->pages > 1, work);
   return failed;
 }
 }
