@@ -15,8 +15,9 @@ def fingerprint(artifact: Artifact) -> str:
         for tables in (layer.key, layer.value):
             for name, tensor in tables._asdict().items():
                 if tensor is not None:
+                    same = tensor.float() if tensor.is_floating_point() else tensor  # a file may keep bfloat16
                     digest.update(f"{index}.{name}{list(tensor.shape)}".encode())
-                    digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+                    digest.update(same.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 

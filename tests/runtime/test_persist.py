@@ -70,6 +70,14 @@ def test_the_same_continuation_after_a_trip_through_a_file(family, rows, ids, tm
     assert_same_store(cache, again)
 
 
+def test_an_artifact_is_the_same_before_and_after_a_trip_through_a_file(model, ids, tmp_path):
+    """Also what the file keeps in fewer bits."""
+    artifact = make_artifact(model, cache_spec("feedback", "norm", window=8, sink=2), ids[:1])
+    loaded = load_artifact(save_artifact(artifact, tmp_path / "artifact.safetensors"))
+    path = filled(loaded, model, ids).save(tmp_path / "prefix.safetensors")
+    assert CalibratedCache.load(path, artifact, model).get_seq_length() == ids.shape[1]
+
+
 def test_generate_after_loading_by_path_of_the_artifact(model, ids, artifact, tmp_path):
     where = save_artifact(artifact, tmp_path / "kvcalib.safetensors")
     cache = filled(artifact, model, ids[:1])
