@@ -8,6 +8,8 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "PYTEST_XDIST_WORKER" in os.environ:  # one process per core: more threads would only wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture

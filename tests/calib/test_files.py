@@ -28,7 +28,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         target.write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvcalib.calib.files.save_file", broken)
+    monkeypatch.setattr("kvcalib.artifact.files.save_file", broken)
     with pytest.raises(KeyboardInterrupt):
         save(path, {"t": torch.ones(1)}, {"n": 2})
     assert Reader(path, "collect").header == {"n": 1}
