@@ -3,7 +3,7 @@
     $XDG_CACHE_HOME or ~/.cache / kvcalib / kernels / <key> / kernels.so
 
 where the key covers the sources, the compiler and its version, the flags and torch. The library has a plain C
-interface and includes no header of torch or Python, so it builds in seconds and knows no ABI. Its threads are torch's
+interface and includes no header of torch or Python, so it builds in a minute and knows no ABI. Its threads are torch's
 own: it is linked to the very OpenMP library that torch brings, because a second pool of threads fights the first.
 
 One process builds, under a lock; others wait for it. The folder is renamed into place when it is complete.
@@ -125,6 +125,8 @@ def _key(compiler: str) -> str:
 def _build(compiler: str, target: Path) -> None:
     log.info("building the CPU kernel, once for this machine, in %s", target.parent)
     start = time.monotonic()
+    for left in target.parent.parent.glob(".partial-*"):  # of a build that was killed: under the lock there is no other
+        shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.parent.parent) as folder:
         partial = Path(folder) / "build"
         partial.mkdir()
