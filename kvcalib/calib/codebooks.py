@@ -29,7 +29,7 @@ from kvcalib.fit import grids, kmeans, sensitivity
 from kvcalib.fit.channels import refine
 from kvcalib.fit.feedback import energy, fit_feedback
 from kvcalib.fit.histogram import compress
-from kvcalib.fit.levels import q_norm, reassign, to_bf16_distinct
+from kvcalib.fit.levels import moved_levels, reassign, to_bf16_distinct
 from kvcalib.quant import codec, ranges
 from kvcalib.quant.codebook import middles
 from kvcalib.quant.rope import to_post_rope
@@ -152,12 +152,8 @@ def fit_tables(
 
 def _with_q_norm(sets: list[tuple[np.ndarray, np.ndarray]], tables: Tables) -> tuple[Tables, float]:
     """Tables whose levels are moved, and their weighted distortion, the mean of all books."""
-    rows, distortions = [], []
-    for (points, weights), levels in zip(sets, tables.levels.double().numpy(), strict=True):
-        factor, offset = q_norm(points, levels)
-        rows.append(to_bf16_distinct(levels * factor + offset))
-        error = rows[-1][kmeans.nearest(points, levels)] - points
-        distortions.append(np.average(error * error, weights=_normal(weights)))
+    books = zip(sets, tables.levels.double().numpy(), strict=True)
+    rows, distortions = zip(*(moved_levels(x, _normal(w), levels) for (x, w), levels in books), strict=True)
     moved = torch.from_numpy(np.stack(rows)).float()
     return tables._replace(levels=moved, edges=middles(tables.levels)), float(np.mean(distortions))
 

@@ -68,3 +68,11 @@ def q_norm(points: np.ndarray, levels: np.ndarray) -> tuple[float, float]:
     spread = rounded.std()
     factor = float(points.std() / spread) if spread > 0 else 1.0
     return factor, float(points.mean() - factor * rounded.mean())
+
+
+def moved_levels(points: np.ndarray, weights: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, float]:
+    """Levels after Q-Norm, bfloat16-exact, and their weighted distortion: a point has the nearest of those before."""
+    factor, offset = q_norm(points, levels)
+    moved = to_bf16_distinct(levels * factor + offset)
+    error = moved[nearest(points, levels)] - points
+    return moved, float(np.average(error * error, weights=weights))
