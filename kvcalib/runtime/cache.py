@@ -63,8 +63,8 @@ class CalibratedCache(Cache):
 
     def memory_report(self) -> dict:
         """Every byte that the cache holds, and what it comes to per element; see runtime/memory.py."""
-        if not any(layer.in_a_pass for layer in self._ours()):
-            self._settle()
+        for layer in self._ours():
+            layer.take_back()
         return memory_report(self._ours())
 
     def crop(self, tokens_to_remove: int) -> None:

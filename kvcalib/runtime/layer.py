@@ -85,30 +85,33 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         self._ahead = None
 
     @property
-    def in_a_pass(self) -> bool:
-        """Whether a pass has been in this layer and still runs."""
-        return self._ahead is not None and self._ahead[0].running
-
-    @property
-    def _interrupted(self) -> bool:
-        return self._ahead is not None and not self._ahead[0].finished and not self.in_a_pass
+    def _before(self) -> dict | None:
+        """The state of the store before a pass that an error ended; None where there is nothing to take back."""
+        ahead = self._ahead  # read once: another thread may look on while the pass comes to its end
+        return None if ahead is None or ahead[0].running or ahead[0].finished else ahead[1]
 
     def settle(self) -> None:
         """Takes back a pass that an error ended in this layer or a later one. Raises ConfigError while one runs."""
-        if self.in_a_pass:
+        ahead = self._ahead
+        if ahead is not None and ahead[0].running:
             raise ConfigError(
                 "this cache is in the middle of a forward pass: change, copy or save it when the call has returned,"
                 " and give a call inside of it a cache of its own"
             )
-        if self._interrupted:
-            before = self._ahead[1]
+        self.take_back()
+        self._ahead = None
+
+    def take_back(self) -> None:
+        """Takes back a pass that an error ended; does nothing while one runs."""
+        before = self._before
+        if before is not None:
             if self.beside_states and self.store.length != before["length"]:
                 raise UnsupportedModel(
                     "an error ended a call in the middle, and states of other layers cannot go back to where it began; "
                     "cache.reset() and start again from the text"
                 )
             self.store.restore(before)
-        self._ahead = None
+            self._ahead = None
 
     def _positions(self, batch: int, tokens: int, device: torch.device) -> torch.Tensor:
         positions = self.attachment.positions()
@@ -160,7 +163,8 @@ class CalibratedLayer(CacheLayerMixin, Handle):
             return dispatch.attend(query, packed, scale=options["scaling"], softcap=options.get("softcap"))
 
     def get_seq_length(self) -> int:
-        return self._ahead[1]["length"] if self._interrupted else self.store.length
+        before = self._before
+        return self.store.length if before is None else before["length"]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """All columns ever seen: a mask column is a token column, whatever has been packed or dropped."""

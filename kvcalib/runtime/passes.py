@@ -3,6 +3,7 @@
 No hook of torch is called when Ctrl-C ends a pass, so whether it runs is read off the stack of its thread.
 """
 
+import inspect
 import sys
 import threading
 from types import FrameType
@@ -10,6 +11,8 @@ from types import FrameType
 import torch
 
 _CALL = torch.nn.Module._call_impl.__code__
+_SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+"""A frame of such code has no caller between two turns, and another thread may take one while its stack is read."""
 
 
 class Pass:
@@ -30,7 +33,8 @@ class Pass:
         self._over = True
 
     def finish(self) -> None:
-        self._over = self.finished = True
+        self.finished = True
+        self._over = True  # in this order: another thread asks first whether it runs, then whether it is finished
         for reference in self.watchers:
             if (watcher := reference()) is not None:
                 watcher.commit()
@@ -44,10 +48,12 @@ class Pass:
         if self._over:
             return False
         mine = self._thread == threading.get_ident()
-        frame = sys._getframe(1) if mine else sys._current_frames().get(self._thread)
-        while frame is not None and not (id(frame) == self._frame and frame.f_code is _CALL):
-            frame = frame.f_back
-        return frame is not None and id(frame.f_locals["self"]) == self._module
+        while True:
+            frame, last = sys._getframe(1) if mine else sys._current_frames().get(self._thread), None
+            while frame is not None and not (id(frame) == self._frame and frame.f_code is _CALL):
+                frame, last = frame.f_back, frame
+            if frame is not None or last is None or not last.f_code.co_flags & _SUSPENDS:
+                return frame is not None and id(frame.f_locals["self"]) == self._module
 
 
 def call_of(module: torch.nn.Module) -> FrameType | None:

@@ -306,21 +306,89 @@ def test_the_base_of_a_model_may_be_called_alone_or_by_a_hook(part, ids):
     assert (cache.get_seq_length(), other.get_seq_length()) == (120, 85)
 
 
-def test_a_thread_that_watches(ids):
+@pytest.mark.parametrize("stands", ["at its beginning", "in the middle"])
+def test_a_thread_that_watches_while_a_pass_goes_on(stands, ids):
+    """The thread that looks is held at each of its lines; meanwhile a pass begins, or ends, in another."""
     model = tiny("llama")
-    cache, failed, over = CalibratedCache(make_artifact(model, SPEC, ids[:1, :60]), model), [], threading.Event()
+    start = filled(model, ids)
+    expected = goes_on(filled(model, ids), ids[:, 80:])
+
+    def held(at):
+        cache, reached, on, seen, found = copy.deepcopy(start), threading.Event(), threading.Event(), [0], []
+
+        def trace(frame, event, _):
+            if not frame.f_code.co_filename.endswith(("cache.py", "layer.py", "passes.py")):
+                return None
+            if event == "line":
+                seen[0] += 1
+                if seen[0] == at:
+                    reached.set()
+                    on.wait(60)
+            return trace
+
+        def watch():
+            sys.settrace(trace)
+            found.append((cache.memory_report()["tokens"], cache.get_seq_length()))
+            sys.settrace(None)
+            reached.set()
+
+        thread = threading.Thread(target=watch)
+
+        def meanwhile():
+            if stands == "in the middle":
+                thread.start()
+                reached.wait(60)
+                return
+            on.set()
+            thread.join(60)
+
+        if stands == "at its beginning":
+            thread.start()
+            reached.wait(60)
+        in_the_middle(model, meanwhile)
+        outputs = goes_on(cache, ids[:, 80:])
+        on.set()
+        thread.join(60)
+        assert len(found) == 1, at
+        assert all(80 <= tokens <= 120 for tokens in found[0]), at
+        assert all(map(torch.equal, outputs, expected)), at
+        return seen[0]
+
+    lines = held(at=0)
+    for at in range(1, lines + 1, max(1, lines // 25)):
+        held(at)
+
+
+def test_the_stack_of_another_thread_is_read_while_a_generator_rests(ids):
+    """A generator between two turns has no caller: taken for the top of the stack, it says nothing of the pass."""
+    model, resting = tiny("llama"), []
+
+    def generator():
+        resting.append(sys._getframe())
+        yield
+
+    next(suspended := generator())
+    assert resting[0].f_back is None
+    cache, read, tops = filled(model, ids), [], []
+    frames = sys._current_frames
+
+    def first_at_rest():
+        tops.append(None)
+        return {main: resting[0]} if len(tops) == 1 else frames()
+
+    def look():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "_current_frames", first_at_rest)
+            read.append(cache.get_seq_length())
 
     def watch():
-        while not over.is_set():
-            try:
-                cache.memory_report()
-            except Exception as error:
-                failed.append(error)
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join(60)
 
-    thread = threading.Thread(target=watch)
-    thread.start()
-    found = goes_on(cache, ids[:, :40])
-    over.set()
-    thread.join()
-    assert failed == []
-    assert all(map(torch.equal, found, goes_on(CalibratedCache(cache._artifact, model), ids[:, :40])))
+    main = threading.get_ident()
+    in_the_middle(model, watch)
+    forward(model, cache, ids[:, 80:85])
+    suspended.close()
+    assert read == [85]
+    assert len(tops) >= 2
