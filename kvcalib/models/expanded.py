@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from transformers import __version__
 
-from kvcalib.models.gguf import cache_home, file_hash
+from kvcalib.models.gguf import cache_home, file_hash, partial_folder
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +38,7 @@ def keep_expanded(model, tokenizer, file: Path, dtype: torch.dtype) -> bool:
     target = expanded_folder(file, dtype)
     _forget_that_it_was_quantised(model)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.parent) as folder:
+        with partial_folder(target.parent) as folder:
             partial = Path(folder) / "model"
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)

@@ -14,14 +14,18 @@ A file appears there under its final name only when it is complete and its hash 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 from kvcalib.errors import ConfigError, MissingInput
+
+_DAY = 24 * 3600.0
 
 
 def installed_gguf(packages: list[str], gguf_file: str | None, *, sha256: str | None, install: str | None) -> Path:
@@ -43,6 +47,16 @@ def installed_gguf(packages: list[str], gguf_file: str | None, *, sha256: str | 
 def cache_home() -> Path:
     """Where joined files are kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcalib"
+
+
+def partial_folder(parent: Path) -> tempfile.TemporaryDirectory:
+    """A folder beside what it will become; those that killed processes left are deleted when they are a day old."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for left in parent.glob(".partial-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _DAY:
+                shutil.rmtree(left)
+    return tempfile.TemporaryDirectory(prefix=".partial-", dir=parent)
 
 
 def _folder(package: str, install: str | None) -> Path:
@@ -84,8 +98,7 @@ def _joined(parts: list[Path], name: str, sha256: str | None) -> Path:
 
 
 def _join(parts: list[Path], target: Path, sha256: str | None) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.parent) as folder:
+    with partial_folder(target.parent) as folder:
         partial = Path(folder) / target.name
         with partial.open("wb") as out:
             for part in parts:

@@ -14,13 +14,15 @@ import io
 import logging
 import re
 import struct
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from tqdm import tqdm
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -124,25 +126,29 @@ def _from_gguf(file: Path, dtype: torch.dtype):
     size = file.stat().st_size / 2**20
     log.info("expanding %s (%.0f MiB) once into %s: about half a minute per 100 MiB", file.name, size, folder)
     begun = time.monotonic()
-    model, tokenizer = _read_gguf(file, dtype)
-    with _quiet():
+    with tqdm(total=4, desc=f"expanding {file.name}", unit="part", file=sys.stderr) as bar, _quiet():
+        model, tokenizer = _read_gguf(file, dtype, bar.update)
         kept = keep_expanded(model, tokenizer, file, dtype)
+        bar.update()
     log.info("expanded in %.0f s%s", time.monotonic() - begun, "; later loads take a second" if kept else "")
     if kept:
         return _from_folder(folder, kind, name=str(file))
     return model, tokenizer
 
 
-def _read_gguf(file: Path, dtype: torch.dtype):
-    with _quiet():
-        try:
-            config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
-        except ImportError as error:
-            raise _missing_package(str(file), error) from error
-        except LOAD_ERRORS as error:
-            raise _unreadable_gguf(file, error) from error
-        tokenizer = _tokenizer(file.parent, str(file), gguf_file=file.name)
-        model = _weights(file.parent, str(file), gguf_file=file.name, config=config, dtype=dtype)
+def _read_gguf(file: Path, dtype: torch.dtype, done: Callable[[], object]):
+    """done: called after each of the three parts."""
+    try:
+        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
+    except ImportError as error:
+        raise _missing_package(str(file), error) from error
+    except LOAD_ERRORS as error:
+        raise _unreadable_gguf(file, error) from error
+    done()
+    tokenizer = _tokenizer(file.parent, str(file), gguf_file=file.name)
+    done()
+    model = _weights(file.parent, str(file), gguf_file=file.name, config=config, dtype=dtype)
+    done()
     return model, tokenizer
 
 

@@ -1,5 +1,6 @@
 import json
 import logging
+import os
 import shutil
 import time
 
@@ -8,6 +9,7 @@ import torch
 from huggingface_hub import constants
 
 from kvcalib.errors import ConfigError, MissingInput, UnsupportedModel
+from kvcalib.models.expanded import expanded_folder
 from kvcalib.models.load import load_model
 from kvcalib.models.tiny import random_model
 
@@ -318,8 +320,8 @@ def test_two_processes_expand_the_same_file(gguf_file, tmp_path, monkeypatch):
 
     read = module._read_gguf
 
-    def slow(file, dtype):
-        parts = read(file, dtype)
+    def slow(*arguments):
+        parts = read(*arguments)
         monkeypatch.setattr(module, "_read_gguf", read)
         load(gguf_file, dtype="float32")  # the other process is done first
         return parts
@@ -330,11 +332,22 @@ def test_two_processes_expand_the_same_file(gguf_file, tmp_path, monkeypatch):
     assert sorted(p.name for p in kept.parent.iterdir()) == [".sha256", kept.name]
 
 
-def test_an_expansion_is_announced(gguf_file, caplog):
+def test_an_expansion_is_announced(gguf_file, caplog, capsys):
     caplog.set_level(logging.INFO)
     load(gguf_file, dtype="float32")
     assert "expanding tiny.gguf" in caplog.text
     assert "expanded in" in caplog.text
+    assert "4/4" in capsys.readouterr().err
+
+
+def test_what_a_killed_expansion_left_is_deleted_after_a_day(gguf_file):
+    folder = expanded_folder(gguf_file, torch.float32).parent
+    for name, age in (("yesterday", 25), ("running", 1)):
+        (left := folder / f".partial-{name}").mkdir(parents=True)
+        (left / "model").touch()
+        os.utime(left, times=(time.time() - age * 3600,) * 2)
+    load(gguf_file, dtype="float32")
+    assert [path.name for path in folder.glob(".partial-*")] == [".partial-running"]
 
 
 def test_gguf_loads_where_no_expansion_can_be_kept(gguf_file, tmp_path, monkeypatch, caplog):
