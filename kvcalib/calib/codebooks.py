@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from kvcalib.calib import files, mixed, outliers, taps
-from kvcalib.errors import ConfigError, MissingInput
+from kvcalib.calib.sample import Sample
 from kvcalib.fit import grids, kmeans, sensitivity
 from kvcalib.fit.channels import refine
 from kvcalib.fit.feedback import energy, fit_feedback
@@ -32,7 +32,6 @@ from kvcalib.fit.histogram import compress
 from kvcalib.fit.levels import moved_levels, reassign, to_bf16_distinct
 from kvcalib.quant import codec, ranges
 from kvcalib.quant.codebook import middles
-from kvcalib.quant.rope import to_post_rope
 from kvcalib.quant.rotation import rotate
 from kvcalib.quant.spec import PAGE, CacheSpec, Tables, TensorSpec
 
@@ -78,24 +77,23 @@ def codebooks(
     layers = files.layers(reader)
     specs, fits = {"key": _separate(spec.key), "value": _separate(spec.value)}, {"key": key, "value": value}
     sampled = [name for name, tensor_spec in specs.items() if _needs_sample(tensor_spec)]
-    windows = _windows(Path(sample), reader.header) if sampled else []
+    read = Sample(Path(sample), reader.header) if sampled else None
     fitted, summary = {}, {}
     for layer in progress(layers, len(layers), "codebooks"):
         summary[layer] = {}
         fitted[layer] = {name: _frame(reader, layer, name, specs[name]) for name in specs}
         for name in sampled:
-            x, grad = _read_sample(windows, layer, name, specs[name])
+            x, grad = read(layer, name, specs[name])
             arguments = (specs[name], fits[name], bins, seed)
             fitted[layer][name], summary[layer][name] = fit_tables(x, grad, fitted[layer][name], *arguments)
     if budget is not None:
 
-        def read(layer: int, name: str, tables: Tables, every: int) -> mixed.Points:
-            sample = _read_sample(windows, layer, name, specs[name])
-            x, grad = (t.unflatten(0, (-1, PAGE))[::every].flatten(0, 1) for t in sample)
+        def points(layer: int, name: str, tables: Tables, every: int) -> mixed.Points:
+            x, grad = (t.unflatten(0, (-1, PAGE))[::every].flatten(0, 1) for t in read(layer, name, specs[name]))
             return sample_points(x, grad, tables, specs[name], fits[name])
 
-        fitted, summary = mixed.fit_mixed(read, fitted, spec, budget, progress)
-    header = {**reader.header, "spec": spec.to_dict(), "sample_tokens": _tokens(windows)}
+        fitted, summary = mixed.fit_mixed(points, fitted, spec, budget, progress)
+    header = {**reader.header, "spec": spec.to_dict(), "sample_tokens": read.tokens if read else 0}
     files.save(Path(out) / FILE, _tensors(fitted), header)
     return {"fitted": sampled, "layers": summary}
 
@@ -279,33 +277,3 @@ def _normal(weights: np.ndarray) -> np.ndarray:
         return np.ones_like(weights)
     weights = weights / top
     return weights / weights.mean()
-
-
-def _windows(sample: Path, frames: dict) -> list[files.Reader]:
-    paths = sorted(sample.glob("window_*.safetensors"))
-    if not paths:
-        raise MissingInput(f"no window_*.safetensors in {sample}; run `python -m kvcalib stage=fisher`")
-    readers = [files.Reader(path, "fisher") for path in paths]
-    for field in ("windows", "sink"):
-        if any(reader.header[field] != frames[field] for reader in readers):
-            raise ConfigError(
-                f"collect and fisher differ in their {field}: values and sensitivities must come "
-                "from the same text; run `python -m kvcalib stage=fisher stage.force=true`"
-            )
-    return readers
-
-
-def _tokens(windows: list[files.Reader]) -> int:
-    return sum(len(window["positions"]) for window in windows)
-
-
-def _read_sample(windows: list[files.Reader], layer: int, name: str, spec: TensorSpec):
-    """Elements and gradients [n, H, D] fp32 of one layer, all windows; after rotary if asked."""
-    x = torch.cat([w[f"layers.{layer}.{name}"] for w in windows]).float()
-    grad = torch.cat([w[f"layers.{layer}.{name}_grad"] for w in windows]).float()
-    if name == "value" or spec.rope != "post":
-        return x, grad
-    positions = torch.cat([w["positions"] for w in windows])
-    rope = files.read_rope(windows[0], layer)
-    gain = torch.cat([rope.gain, rope.gain])
-    return to_post_rope(x, positions, rope), to_post_rope(grad, positions, rope) / gain**2

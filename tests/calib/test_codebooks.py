@@ -19,6 +19,7 @@ from kvcalib.calib.codebooks import (
 from kvcalib.calib.files import Reader
 from kvcalib.calib.fisher import fisher
 from kvcalib.calib.outliers import outliers
+from kvcalib.calib.sample import Sample
 from kvcalib.errors import ConfigError, MissingInput
 from kvcalib.fit.kmeans import distortion
 from kvcalib.models.rotary import rotary
@@ -243,14 +244,12 @@ def test_weights_of_any_size_give_the_same_levels(factor, generator):
 
 def test_post_rotary_gradient_undoes_the_gain(tmp_path):
     """Under YaRN the rotation has a gain; the gradient after rotary is that of the cached key."""
-    from kvcalib.calib.codebooks import _read_sample
-
     model, windows = tiny("llama-yarn"), make_windows(1)
     folder = calibrated(model, windows, tmp_path)
     reader = Reader(next((folder / "fisher").iterdir()), "fisher")
-    spec = replace(KEY, rope="post")
-    x, grad = _read_sample([reader], 0, "key", spec)
-    pre_x, pre_grad = _read_sample([reader], 0, "key", KEY)
+    read, spec = Sample(folder / "fisher", reader.header), replace(KEY, rope="post")
+    x, grad = read(0, "key", spec)
+    pre_x, pre_grad = read(0, "key", KEY)
     # the loss to first order, <gradient, key>, is the same on both sides of the rotation
     torch.testing.assert_close((x * grad).sum(-1), (pre_x * pre_grad).sum(-1), rtol=1e-3, atol=1e-4)
     assert rotary(model)[0].scaling != 1
