@@ -12,6 +12,7 @@ does not depend on its own quantisation.
 import logging
 import weakref
 from functools import cache
+from operator import index
 
 import torch
 from torch.nn.functional import pad
@@ -173,18 +174,23 @@ class CalibratedLayer(CacheLayerMixin, Handle):
     def get_max_length(self) -> int:
         return -1
 
-    def check_crop(self, tokens_to_remove: int) -> None:
-        """Raises what `crop` would raise."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop({tokens_to_remove}): pass the number of tokens to drop as a negative number")
+    def check_crop(self, tokens_to_remove: int) -> int:
+        """How many tokens `crop` will drop. Raises what it would raise."""
+        try:
+            count = -index(tokens_to_remove)  # a plain int: a count that is a tensor would be changed in place
+        except TypeError as error:
+            raise ValueError(f"crop({tokens_to_remove!r}): the number of tokens is an integer") from error
+        if count < 0:
+            raise ValueError(f"crop({-count}): pass the number of tokens to drop as a negative number")
         self.settle()
-        rollback.check(self.store, -tokens_to_remove)
+        rollback.check(self.store, count)
+        return count
 
     def crop(self, tokens_to_remove: int) -> None:
-        self.check_crop(tokens_to_remove)
-        if self.store.layout is not None and tokens_to_remove < 0:
+        count = self.check_crop(tokens_to_remove)
+        if self.store.layout is not None and count:
             with undisturbed():
-                self.store.crop(-tokens_to_remove)
+                self.store.crop(count)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.settle()

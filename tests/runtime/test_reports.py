@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
@@ -162,6 +163,26 @@ def test_crop_takes_negative_counts_and_keeps_what_was_packed(model, ids, count)
     assert cache.get_seq_length() == 90 - count
     kept = store.page_counts[0]
     assert torch.equal(store.pages[:, :kept], before[:, :kept])
+
+
+@pytest.mark.parametrize("count", [torch.tensor(-3), torch.tensor([-3]), np.int64(-3)])
+def test_a_count_to_crop_may_be_what_a_comparison_of_tokens_gave(model, ids, count, tmp_path):
+    """A length that is a tensor would follow whatever happens to copies."""
+    cache = filled(quick_artifact(model, ids), model, ids)
+    cache.crop(count)
+    twin, length = copy.deepcopy(cache), cache.get_seq_length()
+    model(ids[:, :13], cache=twin)
+    assert type(length) is int
+    assert (cache.get_seq_length(), twin.get_seq_length()) == (87, 100)
+    cache.save(tmp_path / "cropped")
+
+
+@pytest.mark.parametrize("count", [-3.0, torch.tensor(-3.0), "3", None])
+def test_a_count_to_crop_that_is_no_integer_is_a_sentence(model, ids, count):
+    cache = filled(quick_artifact(model, ids), model, ids)
+    with pytest.raises(ValueError, match="the number of tokens is an integer"):
+        cache.crop(count)
+    assert cache.get_seq_length() == 90
 
 
 def test_the_report_says_when_nothing_is_saved(model, ids):
