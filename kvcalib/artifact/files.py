@@ -1,17 +1,33 @@
 """A safetensors file that is there as a whole or not at all.
 
-It is written beside its target under a name that no other process or thread has, and renamed.
+It is written beside its target under a name that no other process or thread has, and renamed. It is read in one go:
+a map of the file would follow whoever writes over it.
 """
 
+import json
 import os
 import tempfile
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load, save_file
 
 from kvcalib.errors import ConfigError
+
+UNREADABLE = (OSError, SafetensorError, RuntimeError, ValueError)
+"""What stands in the way of reading a file: no such user's home, a NUL in the name, damage."""
+
+
+def read_whole(path: str | Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """Metadata, and tensors that own their memory. Raises one of UNREADABLE."""
+    path = Path(path).expanduser()
+    if path.exists() and not path.is_dir() and not path.is_file():
+        raise OSError("it is no plain file")  # a pipe would be waited for
+    data = path.read_bytes()
+    tensors = load(data)  # checks the header
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length]).get("__metadata__", {}), tensors
 
 
 def save_whole(path: str | Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> Path:
@@ -32,7 +48,7 @@ def save_whole(path: str | Path, tensors: dict[str, torch.Tensor], metadata: dic
             save_file(tensors, partial, metadata | {"format": "pt"})
             partial.chmod(mode)
             os.replace(partial, target)
-    except (OSError, SafetensorError, RuntimeError, ValueError) as error:  # no such user's home; a NUL in the name
+    except UNREADABLE as error:
         raise ConfigError(f"{path} cannot be written ({error}): give another place") from error
     return path
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import hf_hub_download
-from safetensors import SafetensorError, safe_open
 
-from kvcalib.artifact.files import save_whole
+from kvcalib.artifact.files import UNREADABLE, read_whole, save_whole
 from kvcalib.artifact.fingerprint import checksum
 from kvcalib.artifact.schema import (
     VERSION,
@@ -54,10 +53,8 @@ def load_artifact(path: str | Path) -> Artifact:
     """
     file = locate(path)
     try:
-        with safe_open(file, framework="pt") as handle:
-            metadata = handle.metadata() or {}
-            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError) as error:
+        metadata, tensors = read_whole(file)
+    except UNREADABLE as error:
         raise ArtifactError(f"{file} is not a readable safetensors file ({error})") from error
     if _METADATA_KEY not in metadata:
         raise ArtifactError(
@@ -80,11 +77,14 @@ def locate(path: str | Path) -> Path:
     """Local file, folder with the default file name, or a file fetched from the hub."""
     if not isinstance(path, str | os.PathLike):
         raise ArtifactError(f"an artifact is named by its path or a hub id, not by {type(path).__name__}")
-    local = Path(path).expanduser()
-    if local.is_dir():
-        local = local / FILE_NAME
-    if local.is_file():
-        return local
+    try:
+        local = Path(path).expanduser()
+        if local.is_dir():
+            local = local / FILE_NAME
+        if local.is_file():
+            return local
+    except UNREADABLE as error:
+        raise ArtifactError(f"no artifact at {path} ({error}); give the path of {FILE_NAME}") from error
     if str(path).count("/") != 1 or str(path).startswith((".", "/", "~")) or local.suffix:
         raise ArtifactError(f"no artifact at {local}; export one with `python -m kvcalib stage=export`")
     return _from_hub(str(path))

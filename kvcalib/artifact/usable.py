@@ -70,6 +70,12 @@ def _combination_problems(name: str, spec: TensorSpec) -> list[str]:
         found.append("q_norm=true needs levels=nuq, rounding=nearest and books=layer or head")
     if name == "key" and spec.rotation != "none":
         found.append(f"rotation={spec.rotation} must be none (rotary embedding does not commute with it)")
+    if spec.rotation != "none" and (not spec.quantised or spec.range == "static"):
+        found.append(f"rotation={spec.rotation} needs quantised values with range=token or norm")
+    if spec.rank == "threshold" and (spec.range != "static" or spec.rounding != "nearest"):
+        found.append("rank=threshold needs range=static and rounding=nearest")
+    if spec.rank == "tails" and (spec.range != "token" or spec.scope != "layer"):
+        found.append("rank=tails needs range=token and scope=layer")
     return found
 
 

@@ -211,12 +211,14 @@ def _rotary_modules(model) -> list:
 
 
 def _remove_copied_hooks(module) -> None:
-    """Hooks that came along when an attached model was copied; this model's own do not exist yet."""
+    """Hooks that came along when an attached model was copied; not those of a living one that shares the module."""
+    living = [attachment._watch for attachment in _attachments.values()]
     before = module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
     after = module._forward_hooks, module._forward_hooks_always_called
     for hooks, flags in (before, after):
         for key, hook in list(hooks.items()):
-            if type(getattr(hook, "__self__", None)) is Watch:
+            watch = getattr(hook, "__self__", None)
+            if type(watch) is Watch and not any(watch is each for each in living):
                 del hooks[key]
                 flags.pop(key, None)
 

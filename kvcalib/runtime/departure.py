@@ -123,13 +123,16 @@ def _write_pages(store: LayerStore, row: int, columns: torch.Tensor, sizes: list
 
 
 def _forget(store: LayerStore) -> None:
-    """Drops the pages that lie behind the sliding window of a row, a few at a time."""
+    """Drops the pages that lie behind the sliding window of a row, a few at a time.
+
+    Masks count columns, and position ids may jump: what counts is how many tokens came after a page.
+    """
     before, copied = store.pages, False
     for row in range(store.batch):
         pages = before[row, : store.page_counts[row]]
         tokens = store.layout.read(pages, "tokens")[:, 0].long()
-        last = store.layout.read(pages, "first_position")[:, 0].long() + tokens - 1
-        seen = last > int(store.positions[row, -1]) - store.sliding_window - _ROLLBACK
+        came = len(store.real_columns(row)) - store.sink_counts[row] - store.forgotten[row]
+        seen = came - tokens.cumsum(0) < store.sliding_window + _ROLLBACK
         gone = int(seen.int().argmax()) if seen.any() else 0
         if gone < 2:
             continue

@@ -52,6 +52,7 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         self.attachment = attachment
         self.is_sliding = sliding_window is not None
         self.beside_states = False
+        self._owed = []  # keys and values of this call that ask for a gradient
         self._ahead = None  # of a pass that has not come to its end: the pass, and the store as it was before
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -59,8 +60,8 @@ class CalibratedLayer(CacheLayerMixin, Handle):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[Handle, Handle]:
         """key_states [B, H, T, D] after RoPE, value_states [B, H, T, Dv]."""
-        if key_states.requires_grad:
-            _no_gradient(logger)
+        if torch.is_grad_enabled():
+            self._owed = [states for states in (key_states, value_states) if states.requires_grad]
         self.attachment.insist()
         batch, _, tokens, _ = key_states.shape
         self._begin()
@@ -134,7 +135,14 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         if self.store.may_flush:
             with undisturbed():
                 self.store.flush()
-        return _NoGradient.apply(output, query) if query.requires_grad and torch.is_grad_enabled() else output, weights
+        return self._without_gradient(output, query), weights
+
+    def _without_gradient(self, output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        owed, self._owed = self._owed, []
+        if not torch.is_grad_enabled() or not (owed or query.requires_grad):
+            return output
+        _no_gradient(logger)
+        return _NoGradient.apply(output, query, *owed)
 
     def _settle(self, allowed: torch.Tensor | None, tokens: int) -> None:
         """Which of the new columns are padding, and whether the mask shows any that was."""
@@ -221,7 +229,7 @@ class _NoGradient(torch.autograd.Function):
     """The output as it is, and a sentence in place of a gradient that would lack what keys and values owe."""
 
     @staticmethod
-    def forward(ctx, output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, output: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
         return output.view_as(output)
 
     @staticmethod

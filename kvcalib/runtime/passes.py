@@ -23,7 +23,8 @@ class Pass:
     """
 
     def __init__(self, call: FrameType | None = None):
-        self._frame, self._thread = id(call), threading.get_ident()  # the frame itself would keep all its tensors
+        self._frame = id(call)  # the frame itself would keep all its tensors
+        self._thread = threading.current_thread()  # not its ident, which the next thread gets
         self._module = None if call is None else id(call.f_locals["self"])
         self._over = self.finished = call is None
         self.watchers, self.positions, self.inside, self.base = [], None, False, None
@@ -47,9 +48,11 @@ class Pass:
     def running(self) -> bool:
         if self._over:
             return False
-        mine = self._thread == threading.get_ident()
+        mine = self._thread is threading.current_thread()
+        if not (mine or self._thread.is_alive()):
+            return False
         while True:
-            frame, last = sys._getframe(1) if mine else sys._current_frames().get(self._thread), None
+            frame, last = sys._getframe(1) if mine else sys._current_frames().get(self._thread.ident), None
             while frame is not None and not (id(frame) == self._frame and frame.f_code is _CALL):
                 frame, last = frame.f_back, frame
             if frame is not None or last is None or not last.f_code.co_flags & _SUSPENDS:

@@ -16,10 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers.cache_utils import LinearAttentionLayer
 
-from kvcalib.artifact.files import save_whole
+from kvcalib.artifact.files import UNREADABLE, read_whole, save_whole
 from kvcalib.artifact.fingerprint import checksum, fingerprint
 from kvcalib.artifact.schema import Artifact, model_differences
 from kvcalib.errors import ArtifactError
@@ -49,7 +48,6 @@ def load_cache(layers: list, artifact: Artifact, model, path: str | Path) -> Non
     """Fills the empty layers of a new cache. Raises ArtifactError with the path and what is wrong with the file."""
     if not isinstance(path, str | os.PathLike):
         raise ArtifactError(f"a saved cache is named by its path, not by {type(path).__name__}")
-    path = Path(path).expanduser()
     header, tensors = _read(path)
     owner = _owner(artifact, model)
     if header["artifact"] != owner["artifact"]:
@@ -75,16 +73,14 @@ def load_cache(layers: list, artifact: Artifact, model, path: str | Path) -> Non
         raise ArtifactError(f"{path} holds no whole cache: its layers have {sorted(lengths)} tokens; save it again")
 
 
-def _read(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
-    if path.is_dir():
-        raise ArtifactError(f"{path} is a folder: give the file that cache.save(path) wrote")
-    if not path.is_file():
-        raise ArtifactError(f"no saved cache at {path}; write one with cache.save(path)")
+def _read(path: str | Path) -> tuple[dict, dict[str, torch.Tensor]]:
     try:
-        with safe_open(path, framework="pt") as handle:
-            metadata = handle.metadata() or {}
-            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError) as error:
+        metadata, tensors = read_whole(path)
+    except IsADirectoryError as error:
+        raise ArtifactError(f"{path} is a folder: give the file that cache.save(path) wrote") from error
+    except FileNotFoundError as error:
+        raise ArtifactError(f"no saved cache at {path}; write one with cache.save(path)") from error
+    except UNREADABLE as error:
         raise ArtifactError(f"{path} is not a readable safetensors file ({error}); save the cache again") from error
     text = metadata.get(_METADATA_KEY)
     if text is None:

@@ -1,5 +1,6 @@
 """An error in the middle of a call, whoever raised it: the next call finds the cache as it was before."""
 
+import contextlib
 import copy
 import sys
 import threading
@@ -304,6 +305,32 @@ def test_the_base_of_a_model_may_be_called_alone_or_by_a_hook(part, ids):
         ]
     assert all(map(torch.equal, ours, theirs))
     assert (cache.get_seq_length(), other.get_seq_length()) == (120, 85)
+
+
+def test_a_pass_that_died_with_its_thread_is_not_taken_for_that_of_the_next(ids):
+    """The next thread gets the ident of the last, and its calls the same addresses."""
+    model, dies = tiny("llama"), []
+    cache, expected = filled(model, ids), filled(model, ids)
+
+    def hook(*_):
+        if dies:
+            raise SystemExit(dies.pop())
+
+    model.model.layers[1].register_forward_pre_hook(hook)
+
+    def request(part, outputs):
+        with torch.no_grad(), contextlib.suppress(SystemExit):
+            outputs.append(model(part, cache=cache).logits)
+
+    for step in range(80, 104, 2):
+        outputs = []
+        for attempt in ("dies", "lives"):
+            dies += [0] * (attempt == "dies")
+            thread = threading.Thread(target=request, args=(ids[:, step : step + 2], outputs))
+            thread.start()
+            thread.join()
+        with torch.no_grad():
+            assert torch.equal(outputs[0], model(ids[:, step : step + 2], cache=expected).logits)
 
 
 @pytest.mark.parametrize("stands", ["at its beginning", "in the middle"])

@@ -136,6 +136,17 @@ def test_a_gradient_is_a_sentence_and_not_a_wrong_number(model, ids, artifact, t
     assert cache.get_seq_length() == tokens + 10
 
 
+@pytest.mark.parametrize("part", ["q_proj", "k_proj", "v_proj"])
+def test_a_gradient_of_a_part_is_a_sentence_too(ids, part):
+    model = tiny("llama")
+    artifact = make_artifact(model, cache_spec(window=8, sink=2), ids[:1])
+    for name, weight in model.named_parameters():
+        weight.requires_grad = name.startswith(f"model.layers.1.self_attn.{part}") or "layers.1.mlp" in name
+    logits = model(ids, cache=CalibratedCache(artifact, model)).logits
+    with pytest.raises(UnsupportedModel, match=r"no gradient: call the model under torch.no_grad\(\)"):
+        logits.logsumexp(-1).sum().backward()
+
+
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 def test_a_default_device_elsewhere(model, ids, artifact, kernel, monkeypatch, tmp_path):
     """Tensors that kernels on the CPU write to would be made there: memory that is none."""

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import threading
 
 import pytest
 import torch
@@ -281,6 +282,58 @@ def test_a_link_stays_a_link(model, ids, artifact, tmp_path):
     assert cache.save(tmp_path / "link") == tmp_path / "link"
     assert (tmp_path / "link").is_symlink()
     assert CalibratedCache.load(tmp_path / "real", artifact, model).get_seq_length() == 20
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "~nosuchuser/x", "a\0b", "pipe", "not\udcffutf8"])
+def test_a_path_that_cannot_be_looked_at_is_a_sentence(model, ids, artifact, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    with pytest.raises(ArtifactError, match="no saved cache at|not a readable safetensors file"):
+        CalibratedCache.load(name, artifact, model)
+    with pytest.raises(ArtifactError, match="no artifact at"):
+        load_artifact(name)
+
+
+def test_a_name_in_any_bytes(model, ids, artifact, tmp_path):
+    path = filled(artifact, model, ids).save(tmp_path / "not\udcffutf8")
+    assert CalibratedCache.load(path, artifact, model).get_seq_length() == 150
+
+
+def test_one_saves_while_another_loads(model, ids, artifact, tmp_path):
+    """Header and tensors are of one file, the old or the new."""
+    caches, path, over = [filled(artifact, model, ids[:, :n]) for n in (60, 150)], tmp_path / "prefix", []
+
+    def save():
+        for turn in range(200):
+            caches[turn % 2].save(path)
+        over.append(True)
+
+    caches[1].save(path)
+    thread = threading.Thread(target=save)
+    thread.start()
+    seen = set()
+    while not over:
+        seen.add(CalibratedCache.load(path, artifact, model).get_seq_length())
+    thread.join()
+    assert seen == {60, 150}
+
+
+def test_what_becomes_of_the_file_afterwards_does_not_matter(model, ids, artifact, tmp_path):
+    """Written over in place, where a map of the file would follow, or cut short, where reading it would kill."""
+    whole = save_artifact(artifact, tmp_path / "artifact")
+    prefix = filled(artifact, model, ids).save(tmp_path / "prefix")
+    loaded = load_artifact(whole)
+    cache, expected = (CalibratedCache.load(prefix, each, model) for each in (loaded, artifact))
+    for path in (whole, prefix):
+        size = path.stat().st_size
+        with path.open("r+b") as file:
+            file.write(bytes(size))
+            file.truncate(size // 2)
+    with torch.no_grad():
+        assert torch.equal(model(ids[:, :40], cache=cache).logits, model(ids[:, :40], cache=expected).logits)
+    for index, layer in loaded.layers.items():
+        for ours, theirs in zip(layer.key, artifact.layers[index].key, strict=True):
+            assert ours is theirs or torch.equal(ours, theirs)
 
 
 def test_the_file_is_plain_safetensors(model, ids, artifact, tmp_path):

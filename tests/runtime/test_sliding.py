@@ -51,6 +51,31 @@ def test_a_crop_within_a_sliding_window_is_right_or_refused(family, window):
     assert not any("crop(-30)" in text for text in refused)
 
 
+@pytest.mark.parametrize("jump", [60, 200, 1000])
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+def test_position_ids_that_jump_do_not_make_it_forget_what_masks_show(family, jump):
+    """A mask counts columns: the window of a query holds as many tokens, wherever they stand."""
+    model = tiny(family, sliding_window=64, max_position_embeddings=4096)
+    ids = torch.randint(3, 290, (1, 268), generator=torch.Generator().manual_seed(6))
+    positions = torch.cat([torch.arange(100), torch.arange(jump, jump + 168)])[None]
+    key = TensorSpec(8, "uniform", "group", group=16, rope="post")
+    spec = CacheSpec(key, TensorSpec(8, "uniform", "token", scope="head"), 0, 0)
+    cache, exact = CalibratedCache(make_artifact(model, spec, ids), model), DynamicCache(config=model.config)
+    with torch.no_grad():
+        ours, theirs = (
+            torch.cat(
+                [
+                    model(ids[:, part], cache=each, position_ids=positions[:, part]).logits
+                    for part in map(slice, [0, 100, 140, 260], [100, 140, 260, 268])
+                ],
+                dim=1,
+            )
+            for each in (cache, exact)
+        )
+    assert (ours - theirs).abs().max() < 0.03 * theirs.abs().max()
+    assert any(layer.store.forgotten[0] for layer in cache.layers)
+
+
 @pytest.mark.parametrize("count", [1, 60, 64, 65, 70])
 @pytest.mark.parametrize("window", [8, 16])
 def test_a_crop_that_cuts_every_page_that_is_left(window, count):

@@ -1,5 +1,6 @@
 """The ways in which people run a model: pipeline, loop by hand, offloaded weights, threads, other caches in between."""
 
+import copy
 import gc
 import subprocess
 import sys
@@ -187,6 +188,29 @@ def test_a_cache_given_to_another_model_is_refused_and_stays_as_it_is(family, at
                 other(ids[:1, :step], cache=refused)
         assert fresh.get_seq_length() == 0
         assert torch.equal(model(ids[:1, 50:60], cache=cache).logits, model(ids[:1, 50:60], cache=expected).logits)
+
+
+@pytest.mark.parametrize("way", ["another head", "a shallow copy"])
+def test_two_models_over_one_base(way, ids):
+    first = tiny("llama")
+    if way == "another head":
+        second = tiny("llama")
+        second.model = first.model
+    else:
+        second = copy.copy(first)
+    artifacts = [make_artifact(each, cache_spec(window=8, sink=2), ids[:1]) for each in (first, second)]
+    alone = CalibratedCache(artifacts[0], first)
+    with torch.no_grad():
+        expected = [first(part, cache=alone).logits for part in ids.split(40, dim=1)]
+        del alone
+        caches = [CalibratedCache(*each) for each in zip(artifacts, (first, second), strict=True)]
+        for part, logits in zip(ids.split(40, dim=1), expected, strict=True):
+            assert torch.equal(first(part, cache=caches[0]).logits, logits)
+            hidden = [each.base_model(part, cache=caches[1]).last_hidden_state for each in (second,)]
+            assert torch.equal(first.lm_head(hidden[0]), logits)
+        del caches[1]
+        gc.collect()
+        first(ids[:, :3], cache=caches[0])
 
 
 def test_attention_that_was_set_after_the_last_step_stays_set(ids, artifact):
