@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, DynamicCache
 
 from kvcalib.artifact.io import load_artifact
 from kvcalib.artifact.schema import Artifact, LayerTables, check_model
@@ -23,6 +23,8 @@ from kvcalib.runtime.memory import memory_report
 from kvcalib.runtime.modes import undisturbed
 from kvcalib.runtime.persist import load_cache, save_cache
 from kvcalib.runtime.ropes import layer_ropes
+from kvcalib.runtime.states import States
+from kvcalib.runtime.undo import Undo
 
 
 class CalibratedCache(Cache):
@@ -36,9 +38,15 @@ class CalibratedCache(Cache):
         _check_kinds(artifact, model)
         check_model(artifact, identity(model))
         self._model, self._artifact = model, artifact
+        self._attachment = attach(model, self)
         with undisturbed():
-            layers = build_layers(model, artifact.spec, artifact.layers, attach(model, self))
+            layers = build_layers(model, artifact.spec, artifact.layers, self._attachment)
         super().__init__(layers=layers)
+        self._watch_states()
+
+    def _watch_states(self) -> None:
+        self._states = States(self.layers)
+        self._states_undo = Undo(self._states, self._attachment)
 
     @classmethod
     def from_pretrained(cls, path_or_hub_id: str | Path, model) -> "CalibratedCache":
@@ -57,15 +65,18 @@ class CalibratedCache(Cache):
         return cache
 
     def save(self, path: str | Path) -> Path:
-        """Writes everything the cache holds to one safetensors file, whole or not at all; see runtime/persist.py."""
+        """Writes everything the cache holds to one safetensors file, whole or not at all; see runtime/persist.py.
+
+        The file names the model's weights as they are now: save before they are changed.
+        """
         self._settle()
         return save_cache(self.layers, self._artifact, self._model, path)
 
     def memory_report(self) -> dict:
         """Every byte that the cache holds, and what it comes to per element; see runtime/memory.py."""
-        for layer in self._ours():
-            layer.take_back()
-        return memory_report(self._ours())
+        for undo in self._undos():
+            undo.take_back()
+        return memory_report(self._ours(), self._states.tensors())
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back the last -tokens_to_remove tokens of every layer."""
@@ -88,19 +99,49 @@ class CalibratedCache(Cache):
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """What raises leaves all our layers as they were."""
+        """What raises leaves all layers as they were."""
         self._settle()
-        before = [(layer.store, layer.store.state()) for layer in self._ours()]
+        held = [self._states, *(layer.store for layer in self._ours())]
+        before = [each.state() for each in held]
         try:
             yield
         except BaseException:
-            for store, state in before:
-                store.restore(state)
+            for each, state in zip(held, before, strict=True):
+                each.restore(state)
             raise
 
+    def _undos(self) -> list[Undo]:
+        return [self._states_undo, *(layer.undo for layer in self._ours())]
+
     def _settle(self) -> None:
-        for layer in self._ours():
-            layer.settle()
+        for undo in self._undos():
+            undo.settle()
+
+    # --- states of linear attention, which a model reads and then changes in place --------------------------------
+
+    def get_conv_state(self, *args, **kwargs):
+        self._states_undo.begin()
+        return super().get_conv_state(*args, **kwargs)
+
+    def get_recurrent_state(self, *args, **kwargs):
+        self._states_undo.begin()
+        return super().get_recurrent_state(*args, **kwargs)
+
+    def update_conv_state(self, *args, **kwargs):
+        self._states_undo.begin()
+        return super().update_conv_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args, **kwargs):
+        self._states_undo.begin()
+        return super().update_recurrent_state(*args, **kwargs)
+
+    def has_previous_state(self, *args, **kwargs) -> bool:
+        self._states_undo.take_back()
+        return super().has_previous_state(*args, **kwargs)
+
+    def reset(self) -> None:
+        super().reset()
+        self._states_undo.commit()
 
     def __iter__(self):
         raise UnsupportedModel("a CalibratedCache holds no plain keys and values to go through; DynamicCache does")
@@ -118,9 +159,9 @@ class CalibratedCache(Cache):
         """A cache of its own over the same model and tables."""
         self._settle()
         twin = CalibratedCache(self._artifact, self._model)
-        shared = {id(layer.attachment): layer.attachment for layer in self._ours()}
         with undisturbed():
-            twin.layers = copy.deepcopy(self.layers, memo | shared)
+            twin.layers = copy.deepcopy(self.layers, memo | {id(self._attachment): self._attachment})
+        twin._watch_states()
         return twin
 
 
@@ -147,5 +188,4 @@ def build_layers(model, spec: CacheSpec, tables: dict[int, LayerTables], attachm
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     for index, (rope, *reach) in layer_ropes(model, tables).items():
         layers[index] = CalibratedLayer(spec, tables[index].key, tables[index].value, rope, attachment, *reach)
-        layers[index].beside_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
     return layers

@@ -113,7 +113,7 @@ def _write_pages(store: LayerStore, row: int, columns: torch.Tensor, sizes: list
     wanted = store.page_counts[row] + len(sizes)
     if wanted > store.pages.shape[1]:
         capacity = max(wanted, store.pages.shape[1] + store.pages.shape[1] // 8)
-        store.pages = with_capacity(store.pages, capacity, 1, max(store.page_counts))
+        store.reserve_pages(capacity)
     for first in range(0, len(sizes), _AT_ONCE):
         portion, start = sizes[first : first + _AT_ONCE], store.page_counts[row]
         tokens = sum(portion)

@@ -10,7 +10,6 @@ does not depend on its own quantisation.
 """
 
 import logging
-import weakref
 from functools import cache
 from operator import index
 
@@ -27,6 +26,7 @@ from kvcalib.runtime.attention import Attachment
 from kvcalib.runtime.handles import Handle
 from kvcalib.runtime.modes import plain, undisturbed
 from kvcalib.runtime.store import LayerStore
+from kvcalib.runtime.undo import Undo
 
 logger = logging.getLogger(__name__)
 _HIDDEN = -9_000.0
@@ -51,9 +51,8 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         self.store = LayerStore(spec, key_tables, value_tables, rope, sliding_window, valid_to, long_rope)
         self.attachment = attachment
         self.is_sliding = sliding_window is not None
-        self.beside_states = False
+        self.undo = Undo(self.store, attachment)
         self._owed = []  # keys and values of this call that ask for a gradient
-        self._ahead = None  # of a pass that has not come to its end: the pass, and the store as it was before
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.is_initialized = True
@@ -64,7 +63,7 @@ class CalibratedLayer(CacheLayerMixin, Handle):
             self._owed = [states for states in (key_states, value_states) if states.requires_grad]
         self.attachment.insist()
         batch, _, tokens, _ = key_states.shape
-        self._begin()
+        self.undo.begin()
         positions = self._positions(batch, tokens, key_states.device)
         self.lazy_initialization(key_states, value_states)
         with undisturbed():
@@ -72,54 +71,11 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         handle = self.attachment.handle(self, key_states, self.store.length)
         return handle, handle
 
-    def _begin(self) -> None:
-        """Notes how a pass finds the store, after taking back an earlier one that did not come to its end."""
-        current = self.attachment.current_pass()
-        if self._ahead is not None and self._ahead[0] is current:
-            return
-        self.settle()
-        if current is not None:
-            self._ahead = current, self.store.state()
-            current.watchers.append(weakref.ref(self))
-
-    def commit(self) -> None:
-        """The pass is finished: there is no way back to before it."""
-        self._ahead = None
-
-    @property
-    def _before(self) -> dict | None:
-        """The state of the store before a pass that an error ended; None where there is nothing to take back."""
-        ahead = self._ahead  # read once: another thread may look on while the pass comes to its end
-        return None if ahead is None or ahead[0].running or ahead[0].finished else ahead[1]
-
-    def settle(self) -> None:
-        """Takes back a pass that an error ended in this layer or a later one. Raises ConfigError while one runs."""
-        ahead = self._ahead
-        if ahead is not None and ahead[0].running:
-            raise ConfigError(
-                "this cache is in the middle of a forward pass: change, copy or save it when the call has returned,"
-                " and give a call inside of it a cache of its own"
-            )
-        self.take_back()
-        self._ahead = None
-
-    def take_back(self) -> None:
-        """Takes back a pass that an error ended; does nothing while one runs."""
-        before = self._before
-        if before is not None:
-            if self.beside_states and self.store.length != before["length"]:
-                raise UnsupportedModel(
-                    "an error ended a call in the middle, and states of other layers cannot go back to where it began; "
-                    "cache.reset() and start again from the text"
-                )
-            self.store.restore(before)
-            self._ahead = None
-
     def _positions(self, batch: int, tokens: int, device: torch.device) -> torch.Tensor:
         positions = self.attachment.positions()
         if positions is None:  # a model without rotary embedding: only the order matters
             return self.store.next_positions(batch, tokens).to(device)
-        return positions.to(device).expand(batch, tokens)
+        return _whole(positions, self.store.spec).to(device).expand(batch, tokens)
 
     def attend(self, module, query, mask, base, **options) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Output [B, T, Hq, Dv] and weights; see Handle."""
@@ -172,7 +128,7 @@ class CalibratedLayer(CacheLayerMixin, Handle):
             return dispatch.attend(query, packed, scale=options["scaling"], softcap=options.get("softcap"))
 
     def get_seq_length(self) -> int:
-        before = self._before
+        before = self.undo.before
         return self.store.length if before is None else before["length"]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -190,7 +146,7 @@ class CalibratedLayer(CacheLayerMixin, Handle):
             raise ValueError(f"crop({tokens_to_remove!r}): the number of tokens is an integer") from error
         if count < 0:
             raise ValueError(f"crop({-count}): pass the number of tokens to drop as a negative number")
-        self.settle()
+        self.undo.settle()
         rollback.check(self.store, count)
         return count
 
@@ -201,7 +157,7 @@ class CalibratedLayer(CacheLayerMixin, Handle):
                 self.store.crop(count)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self.settle()
+        self.undo.settle()
         with undisturbed():
             self.store.select_rows(beam_idx)
 
@@ -216,7 +172,7 @@ class CalibratedLayer(CacheLayerMixin, Handle):
 
     def reset(self) -> None:
         self.store.reset()
-        self._ahead = None
+        self.undo.commit()
         self.is_initialized = False
 
     def offload(self) -> None:
@@ -237,6 +193,17 @@ class _NoGradient(torch.autograd.Function):
         raise UnsupportedModel(
             "a CalibratedCache carries no gradient: call the model under torch.no_grad(), or train with another cache"
         )
+
+
+def _whole(positions: torch.Tensor, spec: CacheSpec) -> torch.Tensor:
+    """As int64. Raises ConfigError for fractions that would be lost: a page keeps where it begins, in whole tokens."""
+    whole = positions.long()
+    if positions.is_floating_point() and spec.quantised and (whole != positions).any():
+        raise ConfigError(
+            "position_ids are fractions, and a quantised cache keeps whole ones: pass 0, 1, 2, ... and scale the"
+            " frequencies of the model instead (rope_parameters with rope_type linear)"
+        )
+    return whole
 
 
 def _allowed(mask: torch.Tensor, batch: int, tokens: int, length: int) -> torch.Tensor:

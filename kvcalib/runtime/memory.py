@@ -3,22 +3,26 @@
 Bits per element count everything that is stored because tokens are cached: codes, scales, sparse values and
 indices, page headers, sink and window (capacity, not just what is filled), and the bookkeeping of columns. Frames and
 levels do not grow with the tokens; they are listed as `tables`, with the rotary frequencies, and what the kernels
-prepare from them as `kernel`.
+prepare from them as `kernel`. Nor do the `states` of linear-attention layers, which are not quantised.
 """
 
 from kvcalib.kernels import dispatch
 from kvcalib.quant.spec import PAGE
 
 
-def memory_report(layers: list) -> dict:
-    """layers: CalibratedLayers. Bytes over all layers and rows; `tokens` columns per row (padding included)."""
+def memory_report(layers: list, states: list) -> dict:
+    """layers: CalibratedLayers; states: tensors of other layers.
+
+    Bytes over all layers and rows; `tokens` columns per row (padding included).
+    """
     stores = [layer.store for layer in layers if layer.store.layout is not None]
     constants = [tensor for layer in layers for tensor in layer.store.constants()]
     prepared = [tensor for store in stores for tensor in dispatch.prepared(store.layout)]
     tables = _bytes_of_all(constants)
-    kernel = _bytes_of_all(constants + prepared) - tables
+    kernel, beside = _bytes_of_all(constants + prepared) - tables, _bytes_of_all(states)
+    apart = {"tables_bytes": tables, "kernel_bytes": kernel, "states_bytes": beside}
     if not stores:
-        return {"tokens": 0, "total_bytes": tables, "tables_bytes": tables, "kernel_bytes": 0}
+        return {"tokens": 0, "total_bytes": sum(apart.values()), **apart}
     parts = [_parts(store) for store in stores]
     report = {name: sum(part[name] for part in parts) for name in parts[0]}
     cached = report["key_bytes"] + report["value_bytes"]
@@ -27,9 +31,8 @@ def memory_report(layers: list) -> dict:
     return report | {
         "tokens": tokens,
         "batch": batch,
-        "tables_bytes": tables,
-        "kernel_bytes": kernel,
-        "total_bytes": cached + tables + kernel,
+        **apart,
+        "total_bytes": cached + sum(apart.values()),
         "bytes_per_token": cached / max(tokens * batch, 1),
         "bytes_per_token_fp16": fp16 / max(tokens * batch, 1),
         "bits_per_element_key": 8 * report["key_bytes"] / max(report["key_elements"], 1),

@@ -10,7 +10,7 @@ from types import FrameType
 
 import torch
 
-_CALL = torch.nn.Module._call_impl.__code__
+_CALL = inspect.unwrap(torch.nn.Module._call_impl).__code__
 _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 """A frame of such code has no caller between two turns, and another thread may take one while its stack is read."""
 
@@ -56,12 +56,12 @@ class Pass:
             while frame is not None and not (id(frame) == self._frame and frame.f_code is _CALL):
                 frame, last = frame.f_back, frame
             if frame is not None or last is None or not last.f_code.co_flags & _SUSPENDS:
-                return frame is not None and id(frame.f_locals["self"]) == self._module
+                return frame is not None and id(frame.f_locals.get("self")) == self._module
 
 
 def call_of(module: torch.nn.Module) -> FrameType | None:
     """The innermost call of `module` in this thread."""
     frame = sys._getframe(1)
-    while frame is not None and not (frame.f_code is _CALL and frame.f_locals["self"] is module):
+    while frame is not None and not (frame.f_code is _CALL and frame.f_locals.get("self") is module):
         frame = frame.f_back
     return frame

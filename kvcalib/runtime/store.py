@@ -130,6 +130,19 @@ class LayerStore:
         self.length += tokens
 
     @property
+    def pages(self) -> torch.Tensor:
+        """uint8 [B, capacity, nbytes]; the first `page_counts[r]` of row r are in use."""
+        return self._pages[0]
+
+    @pages.setter
+    def pages(self, pages: torch.Tensor) -> None:
+        self._pages = [pages]
+
+    def reserve_pages(self, capacity: int) -> None:
+        """Makes room, also in what a `state` refers to: it begins with the same pages, and the old memory is freed."""
+        self._pages[0] = with_capacity(self.pages, capacity, 1, max(self.page_counts))
+
+    @property
     def real(self) -> torch.Tensor | None:
         """Which columns hold a token, bool [B, length]; None while all of them do."""
         return None if self._real is None else self._real[:, : self.length]

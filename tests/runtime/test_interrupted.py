@@ -195,24 +195,39 @@ def equal(ours, theirs):
     return all(same(a[name], b[name]) for a, b in zip(ours, theirs, strict=True) for name in names)
 
 
-def test_states_that_cannot_go_back_are_a_sentence(ids):
-    model = tiny("qwen3_next")
-    cache = filled(model, ids)
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "jamba", "granitemoehybrid"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_states_of_other_layers_go_back_too(family, error, ids):
+    """Wherever it comes: before the first attention layer only states have changed."""
+    model = tiny(family)
+    layers = next(module for module in model.base_model.modules() if type(module) is torch.nn.ModuleList)
 
     def broken(*_):
-        raise ZeroDivisionError
+        raise error
 
-    hook = model.model.norm.register_forward_pre_hook(broken)
-    with pytest.raises(ZeroDivisionError), torch.no_grad():
-        model(ids[:, 80:90], cache=cache)
-    hook.remove()
-    with torch.no_grad():
-        for _ in range(2):
-            with pytest.raises(UnsupportedModel, match=r"cache.reset\(\) and start again"):
-                model(ids[:, 80:90], cache=cache)
-        cache.reset()
-        expected = CalibratedCache(cache._artifact, model)
-        assert torch.equal(model(ids, cache=cache).logits, model(ids, cache=expected).logits)
+    for already in (0, 80):
+        expected = goes_on(filled(model, ids, already), ids[:, 80:])
+        for layer in layers:
+            cache = filled(model, ids, already)
+            for tokens in (1, 10):
+                hook = layer.register_forward_hook(broken)
+                with pytest.raises(error):
+                    forward(model, cache, ids[:, 20 : 20 + tokens])
+                hook.remove()
+            assert all(map(torch.equal, goes_on(cache, ids[:, 80:]), expected))
+
+
+def test_states_of_other_layers_and_an_interrupted_reorder(ids):
+    model = tiny("qwen3_next")
+    start, index = filled(model, ids), torch.tensor([1, 0])
+    changed = copy.deepcopy(start)
+    lines = interrupted(lambda: changed.reorder_cache(index), at=0)
+    outcomes = [goes_on(each, ids[:, 80:]) for each in (copy.deepcopy(start), changed)]
+    for at in range(1, lines + 1, max(1, lines // 30)):
+        cache = copy.deepcopy(start)
+        interrupted(lambda: cache.reorder_cache(index), at)  # noqa: B023
+        found = goes_on(cache, ids[:, 80:])
+        assert any(all(map(torch.equal, found, outcome)) for outcome in outcomes), at
 
 
 def in_the_middle(model, act):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, pipeline
 
-from kvcalib.errors import UnsupportedModel
+from kvcalib.errors import ConfigError, UnsupportedModel
 from kvcalib.models.tiny import byte_tokenizer
 from kvcalib.quant.spec import CacheSpec, TensorSpec
 from kvcalib.runtime import departure
@@ -188,6 +188,22 @@ def test_a_cache_given_to_another_model_is_refused_and_stays_as_it_is(family, at
                 other(ids[:1, :step], cache=refused)
         assert fresh.get_seq_length() == 0
         assert torch.equal(model(ids[:1, 50:60], cache=cache).logits, model(ids[:1, 50:60], cache=expected).logits)
+
+
+@pytest.mark.parametrize("rope", ["pre", "post"])
+def test_position_ids_in_floating_point(model, ids, rope, tmp_path):
+    key = TensorSpec(8, "uniform", "group", group=8, rope=rope)
+    spec = CacheSpec(key, TensorSpec(8, "uniform", "token", scope="head"), 0, 2)
+    artifact = make_artifact(model, spec, ids[:1])
+    cache, expected = CalibratedCache(artifact, model), CalibratedCache(artifact, model)
+    positions = torch.arange(80.0)[None]
+    with torch.no_grad():
+        ours = model(ids[:1], cache=cache, position_ids=positions).logits
+        assert torch.equal(ours, model(ids[:1], cache=expected).logits)
+        again = CalibratedCache.load(cache.save(tmp_path / "prefix"), artifact, model)
+        assert torch.equal(model(ids[:1, :5], cache=again).logits, model(ids[:1, :5], cache=expected).logits)
+        with pytest.raises(ConfigError, match="position_ids are fractions"):
+            model(ids[:1], cache=CalibratedCache(artifact, model), position_ids=positions / 2)
 
 
 @pytest.mark.parametrize("way", ["another head", "a shallow copy"])
