@@ -100,18 +100,19 @@ class Watch:
         first, *others = self._seen.passes
         for depth, each in enumerate(others):
             if each.is_of(call):
-                self._seen.passes = [first, *others[:depth]]
                 each.end() if output is None else each.finish()
+                self._seen.passes = [first, *others[:depth]]
+                return
 
     def begin_base(self, module, args) -> None:
         """The base of a model belongs to the pass of the whole, unless a hook calls it once more."""
         if not self.current.running or self.current.base is not None:
             self.begin(module, args)
-        self.current.base = id(call_of(module))
+        self.current.base = call_of(module)
 
     def finish_base(self, module, args, output) -> None:
         current, call = self.current, call_of(module)
-        if current.base == id(call) and not current.is_of(call):
+        if current.base is call and not current.is_of(call):
             current.base = None
         else:
             self.finish(module, args, output)

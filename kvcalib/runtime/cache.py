@@ -21,10 +21,10 @@ from kvcalib.runtime.attention import attach
 from kvcalib.runtime.layer import CalibratedLayer
 from kvcalib.runtime.memory import memory_report
 from kvcalib.runtime.modes import undisturbed
-from kvcalib.runtime.persist import load_cache, save_cache
+from kvcalib.runtime.persist import gather, load_cache, save_cache
 from kvcalib.runtime.ropes import layer_ropes
 from kvcalib.runtime.states import States
-from kvcalib.runtime.undo import Undo
+from kvcalib.runtime.undo import Undo, in_the_middle
 
 
 class CalibratedCache(Cache):
@@ -69,13 +69,14 @@ class CalibratedCache(Cache):
 
         The file names the model's weights as they are now: save before they are changed.
         """
-        self._settle()
-        return save_cache(self.layers, self._artifact, self._model, path)
+        with self._at_rest():
+            held = gather(self.layers)
+        return save_cache(held, self._artifact, self._model, path)
 
     def memory_report(self) -> dict:
         """Every byte that the cache holds, and what it comes to per element; see runtime/memory.py."""
         for undo in self._undos():
-            undo.take_back()
+            undo.tidy()
         return memory_report(self._ours(), self._states.tensors())
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -109,6 +110,18 @@ class CalibratedCache(Cache):
             for each, state in zip(held, before, strict=True):
                 each.restore(state)
             raise
+
+    @contextmanager
+    def _at_rest(self) -> Iterator[None]:
+        """Raises ConfigError where a pass runs, or has begun in another thread before this is over."""
+        begun = [undo.begun for undo in self._undos()]
+        self._settle()
+        try:
+            yield
+        finally:
+            self._settle()
+            if begun != [undo.begun for undo in self._undos()]:
+                raise in_the_middle()
 
     def _undos(self) -> list[Undo]:
         return [self._states_undo, *(layer.undo for layer in self._ours())]
@@ -157,9 +170,8 @@ class CalibratedCache(Cache):
 
     def __deepcopy__(self, memo) -> "CalibratedCache":
         """A cache of its own over the same model and tables."""
-        self._settle()
         twin = CalibratedCache(self._artifact, self._model)
-        with undisturbed():
+        with undisturbed(), self._at_rest():
             twin.layers = copy.deepcopy(self.layers, memo | {id(self._attachment): self._attachment})
         twin._watch_states()
         return twin

@@ -15,8 +15,9 @@ def memory_report(layers: list, states: list) -> dict:
 
     Bytes over all layers and rows; `tokens` columns per row (padding included).
     """
-    stores = [layer.store for layer in layers if layer.store.layout is not None]
-    constants = [tensor for layer in layers for tensor in layer.store.constants()]
+    seen = [layer.store.seen() for layer in layers]  # another thread may be using them
+    stores = [store for store in seen if store.layout is not None]
+    constants = [tensor for store in seen for tensor in store.constants()]
     prepared = [tensor for store in stores for tensor in dispatch.prepared(store.layout)]
     tables = _bytes_of_all(constants)
     kernel, beside = _bytes_of_all(constants + prepared) - tables, _bytes_of_all(states)

@@ -23,40 +23,44 @@ class Pass:
     """
 
     def __init__(self, call: FrameType | None = None):
-        self._frame = id(call)  # the frame itself would keep all its tensors
-        self._thread = threading.current_thread()  # not its ident, which the next thread gets
-        self._module = None if call is None else id(call.f_locals["self"])
-        self._over = self.finished = call is None
+        self._call, self._thread = call, threading.current_thread()  # not addresses: those have others later
+        self.finished = call is None
         self.watchers, self.positions, self.inside, self.base = [], None, False, None
 
     def end(self) -> None:
-        """It no longer runs, which its frame alone cannot tell: a later one may have its address."""
-        self._over = True
+        """It no longer runs. Frames are let go, with all that they refer to."""
+        self._call = self.base = None
 
     def finish(self) -> None:
-        self.finished = True
-        self._over = True  # in this order: another thread asks first whether it runs, then whether it is finished
+        self.finished = True  # first: another thread asks whether it runs, then whether it is finished
+        self.end()
         for reference in self.watchers:
             if (watcher := reference()) is not None:
                 watcher.commit()
         self.watchers = []
 
     def is_of(self, call: FrameType | None) -> bool:
-        return id(call) == self._frame
+        return call is not None and call is self._call
+
+    @property
+    def of_others(self) -> bool:
+        """Whether it belongs to another thread that is still there."""
+        return self._thread is not threading.current_thread() and self._thread.is_alive()
 
     @property
     def running(self) -> bool:
-        if self._over:
+        call = self._call
+        if call is None:
             return False
         mine = self._thread is threading.current_thread()
         if not (mine or self._thread.is_alive()):
             return False
         while True:
             frame, last = sys._getframe(1) if mine else sys._current_frames().get(self._thread.ident), None
-            while frame is not None and not (id(frame) == self._frame and frame.f_code is _CALL):
+            while frame is not None and frame is not call:
                 frame, last = frame.f_back, frame
             if frame is not None or last is None or not last.f_code.co_flags & _SUSPENDS:
-                return frame is not None and id(frame.f_locals.get("self")) == self._module
+                return frame is not None
 
 
 def call_of(module: torch.nn.Module) -> FrameType | None:

@@ -34,12 +34,18 @@ _STATES = ("conv", "recurrent")
 _FLAGS = ("number_of_states", "conv_kernel_size", "has_previous_state", "record_past")
 
 
-def save_cache(layers: list, artifact: Artifact, model, path: str | Path) -> Path:
-    """Returns the path. Raises ConfigError where it cannot be written."""
+def gather(layers: list) -> tuple[dict[str, torch.Tensor], dict]:
+    """Tensors, and counts and flags by layer, which nothing that comes later changes."""
     tensors, described = {}, {}
     for index, layer in enumerate(layers):
-        held, described[index] = _linear_state(layer) if _is_linear(layer) else _store_state(layer.store)
+        held, described[index] = _linear_state(layer) if _is_linear(layer) else _store_state(layer.store.seen())
         tensors |= {f"layers.{index}.{name}": tensor.cpu().contiguous() for name, tensor in held.items()}
+    return tensors, described
+
+
+def save_cache(gathered: tuple[dict, dict], artifact: Artifact, model, path: str | Path) -> Path:
+    """Returns the path. Raises ConfigError where it cannot be written."""
+    tensors, described = gathered
     header = json.dumps(_owner(artifact, model) | {"layers": described}, sort_keys=True)
     return save_whole(path, tensors, {_METADATA_KEY: header, "sha256": checksum(header, tensors)})
 
@@ -147,7 +153,7 @@ def _restore_store(layer, held: dict[str, torch.Tensor], counts: dict, _model) -
 
 def _linear_state(layer: LinearAttentionLayer) -> tuple[dict[str, torch.Tensor], dict]:
     held = {
-        f"{name}.{k}": tensor
+        f"{name}.{k}": tensor.clone()
         for name in _STATES
         for k, tensor in getattr(layer, f"{name}_states").items()
         if tensor is not None

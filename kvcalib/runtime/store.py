@@ -65,10 +65,15 @@ class LayerStore:
     def restore(self, state: dict) -> None:
         self.__dict__ = state
 
-    def __deepcopy__(self, memo) -> "LayerStore":
-        """A store of its own over the same tables."""
+    def seen(self) -> "LayerStore":
+        """A store over the same memory that stays as this one is now."""
         twin = object.__new__(LayerStore)
         twin.restore(self.state())
+        return twin
+
+    def __deepcopy__(self, memo) -> "LayerStore":
+        """A store of its own over the same tables."""
+        twin = self.seen()
         for name, tensor in self.tensors().items():
             setattr(twin, name, tensor.clone())
         return twin

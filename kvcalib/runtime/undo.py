@@ -23,9 +23,12 @@ class Undo:
     def __init__(self, held: Held, attachment: Attachment):
         self._held, self._attachment = held, attachment
         self._ahead = None  # a pass that has not come to its end, and the state before it
+        self.begun = 0
+        """How often `begin` was called: who looks twice knows whether something has happened in between."""
 
     def begin(self) -> None:
         """Notes how a pass finds the state, after taking back an earlier one."""
+        self.begun += 1
         current = self._attachment.current_pass()
         if self._ahead is not None and self._ahead[0] is current:
             return
@@ -48,10 +51,7 @@ class Undo:
         """Takes back a pass that an error ended. Raises ConfigError while one runs."""
         ahead = self._ahead
         if ahead is not None and ahead[0].running:
-            raise ConfigError(
-                "this cache is in the middle of a forward pass: change, copy or save it when the call has returned,"
-                " and give a call inside of it a cache of its own"
-            )
+            raise in_the_middle()
         self.take_back()
         self._ahead = None
 
@@ -61,3 +61,16 @@ class Undo:
         if before is not None:
             self._held.restore(before)
             self._ahead = None
+
+    def tidy(self) -> None:
+        """`take_back` for one who only looks: not while the thread of that pass may do so itself."""
+        ahead = self._ahead
+        if ahead is not None and not ahead[0].of_others:
+            self.take_back()
+
+
+def in_the_middle() -> ConfigError:
+    return ConfigError(
+        "this cache is in the middle of a forward pass: change, copy or save it when the call has returned,"
+        " and give a call inside of it a cache of its own"
+    )

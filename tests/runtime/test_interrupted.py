@@ -109,13 +109,16 @@ def test_an_error_of_anybody(family, already, error, ids, tmp_path):
         assert torch.equal(ours, theirs)
 
 
-def interrupted(call, at):
+EVERYWHERE = ("/kvcalib/runtime/", "/kvcalib/kernels/")
+
+
+def interrupted(call, at, files=EVERYWHERE):
     """Runs `call` until line `at` of the cache's own code would begin, where Ctrl-C comes; the lines there were."""
     seen = 0
 
     def trace(frame, event, _):
         nonlocal seen
-        if not any(part in frame.f_code.co_filename for part in ("/kvcalib/runtime/", "/kvcalib/kernels/")):
+        if not any(part in frame.f_code.co_filename for part in files):
             return None
         if event == "line":
             seen += 1
@@ -154,6 +157,24 @@ def test_an_interrupt_at_any_line_of_a_call(already, tokens, ids):
             assert lines - at < 20
         else:
             assert all(map(torch.equal, goes_on(cache, later), expected)), at
+
+
+def test_an_interrupt_at_the_end_of_a_call_and_the_same_call_again(ids):
+    """From the same place its frames have the addresses of the interrupted ones, as in a loop that decodes."""
+    model, start = tiny("llama"), filled(tiny("llama"), ids)
+    files = tuple(f"/kvcalib/runtime/{name}.py" for name in ("attention", "passes", "undo"))
+
+    def call(cache, at):
+        return interrupted(lambda: forward(model, cache, ids[:, 80:85]), at, files)
+
+    start = filled(model, ids)
+    lines = call(copy.deepcopy(start), 0)
+    for at in range(lines - 60, lines + 1):
+        cache = copy.deepcopy(start)
+        call(cache, at)
+        reached = cache.get_seq_length()
+        call(cache, 0)
+        assert (reached, cache.get_seq_length()) in ((80, 85), (85, 90)), at
 
 
 def forward(model, cache, ids):
@@ -399,6 +420,64 @@ def test_a_thread_that_watches_while_a_pass_goes_on(stands, ids):
     lines = held(at=0)
     for at in range(1, lines + 1, max(1, lines // 25)):
         held(at)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "save"])
+def test_a_copy_that_a_thread_makes_while_passes_go_on_is_whole_or_refused(way, ids, tmp_path):
+    """The thread is held at one of its lines; meanwhile a pass begins and ends in another."""
+    model = tiny("llama")
+    artifact = make_artifact(model, SPEC, ids[:1, :60])
+    refused, states = [], []
+
+    def copied(cache):
+        if way == "deepcopy":
+            return copy.deepcopy(cache)
+        return CalibratedCache.load(cache.save(tmp_path / "held"), artifact, model)
+
+    def held(at):
+        cache, reached, on, seen, found = filled(model, ids, 75), threading.Event(), threading.Event(), [0], []
+
+        def trace(frame, event, _):
+            if not frame.f_code.co_filename.endswith(("cache.py", "layer.py", "store.py", "undo.py", "persist.py")):
+                return None
+            if event == "line":
+                seen[0] += 1
+                if seen[0] == at:
+                    reached.set()
+                    on.wait(60)
+            return trace
+
+        def work():
+            sys.settrace(trace)
+            try:
+                found.append(copied(cache))
+            except ConfigError as error:
+                refused.append(str(error))
+            finally:
+                sys.settrace(None)
+                reached.set()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        reached.wait(60)
+        forward(model, cache, ids[:, 75:95])
+        on.set()
+        thread.join(60)
+        for each in found:
+            assert each.get_seq_length() in (75, 95), at
+            whole = filled(model, ids, 75)
+            if each.get_seq_length() == 95:
+                forward(model, whole, ids[:, 75:95])
+            assert all(map(torch.equal, goes_on(each, ids[:, 80:]), goes_on(whole, ids[:, 80:]))), at
+            states.append(each.get_seq_length())
+        return seen[0]
+
+    lines = held(at=0)
+    for at in range(1, lines, max(1, lines // 30)):
+        held(at)
+    assert refused
+    assert states
+    assert all("in the middle of a forward pass" in text for text in refused)
 
 
 def test_the_stack_of_another_thread_is_read_while_a_generator_rests(ids):
