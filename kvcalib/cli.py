@@ -40,6 +40,8 @@ OPTIONS = (
     *("-sc", "--shell-completion", "--experimental-rerun", "-i", "--info", *VALUED),
 )
 """All of Hydra's options; its parser answers another one with a page of usage."""
+OPTIONAL = {"frontier": "experiment=frontier", "peer": "peer=quanto4"}
+"""Sections that are there only when a word brings them in."""
 PATHS = {"model": "model.path={}", "data": "data=textfile data.path={}"}
 """Groups whose option is easily taken for a path, and what to type instead."""
 TECHNICAL = ("full_key:", "reference_type=", "object_type=", "See http", "To append", "Config search", "provider=")
@@ -102,6 +104,15 @@ def unknown_option(arguments: list[str]) -> str:
         meant = close[0] if close else word.lstrip("-") if value else ""
         hint = f": did you mean {meant}?" if meant else ":"
         return f"there is no option {name}{hint} settings are written key=value, `kvcalib --help` lists them"
+    return ""
+
+
+def absent_section(arguments: list[str]) -> str:
+    """A sentence for the first key inside a section that no word has brought in; "" without one."""
+    for key in map(override_key, arguments):
+        section, _, inner = key.partition(".")
+        if inner and section in OPTIONAL:
+            return f"{key} can be set together with {OPTIONAL[section]}: add that, or leave it out"
     return ""
 
 
@@ -249,6 +260,11 @@ def main() -> None:
     except BrokenPipeError:  # `kvcalib --help | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except AssertionError:  # how OmegaConf refuses a key inside of null
+        if app.full_errors or app.started or not (wrong := absent_section(sys.argv[1:])):
+            raise
+        print(f"kvcalib: {wrong}", file=sys.stderr)
+        sys.exit(1)
     except (HydraException, OmegaConfBaseException, OSError) as error:
         if app.full_errors or (app.started and not isinstance(error, HydraException | OmegaConfBaseException)):
             raise  # an OSError inside a stage is not about the run folder

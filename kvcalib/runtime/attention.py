@@ -14,13 +14,12 @@ Position ids are read by a hook on the model's rotary module, the one place thro
 runs, and not another with a cache of its own; hooks on the whole and on its base, whether a pass came to its end. All
 are kept per thread, so two threads may use one model.
 
-`attach` counts the caches of a model; when the last one is gone, the hooks and the attention setting are too.
+`attach` knows the living caches of a model; when the last one is gone, the hooks and the attention setting are too.
 """
 
 import sys
 import threading
 import weakref
-from collections import deque
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -35,8 +34,6 @@ from kvcalib.runtime.passes import Pass, call_of
 _NAMES = {"sdpa": "kvcalib", "eager": "kvcalib_eager"}
 _attachments: "weakref.WeakKeyDictionary[torch.nn.Module, Attachment]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
-_gone: "deque[weakref.ref]" = deque()
-"""Models of caches that are garbage and not yet counted off."""
 
 
 def _attention_function(original: str):
@@ -131,7 +128,8 @@ class Attachment:
     """What one model carries while CalibratedCaches of it are alive."""
 
     def __init__(self, model):
-        self.caches = 0
+        self.owners: weakref.WeakSet = weakref.WeakSet()
+        self.complete = False
         self._model = weakref.ref(model)
         self._watch, self._hooks = Watch(), []
         self._by_torch = attends_by_torch(model)
@@ -186,8 +184,10 @@ class Attachment:
         for module in attention:
             self._hooks.append(module.register_forward_pre_hook(self._watch.enter))
             self._hooks.append(module.register_forward_hook(self._watch.leave, always_call=True))
+        self.complete = True
 
     def switch_off(self, model) -> None:
+        self.complete = False
         if model.config._attn_implementation in _NAMES.values():  # else somebody has changed it since: theirs stays
             model.set_attn_implementation(self.original)
         for hook in self._hooks:
@@ -228,30 +228,29 @@ def attach(model, owner) -> Attachment:
     """Switches `model` to the kvcalib attention until `owner` (a cache) is garbage."""
     with _lock:
         attachment = _attachments.get(model)
-        if attachment is None:
-            attachment = Attachment(model)
+        if attachment is None or not attachment.complete:  # an interrupt came while it was made
+            if attachment is not None:
+                attachment.switch_off(model)
+            attachment = _attachments[model] = Attachment(model)
             attachment.switch_on(model)
-            _attachments[model] = attachment
-        attachment.caches += 1
-    weakref.finalize(owner, _detach, weakref.ref(model))
+        attachment.owners.add(owner)
+    weakref.finalize(owner, _sweep)
     _sweep()
     return attachment
 
 
-def _detach(model_ref) -> None:
-    """Called wherever a cache becomes garbage, even inside `attach`: so it never waits for the lock."""
-    _gone.append(model_ref)
-    _sweep()
-
-
 def _sweep() -> None:
-    """Counts the caches that are gone; whoever holds the lock meanwhile does it after letting go."""
-    while _gone and _lock.acquire(blocking=False):
-        try:
-            model = _gone.popleft()()
-            if model is not None:
-                _attachments[model].caches -= 1
-                if _attachments[model].caches == 0:
-                    _attachments.pop(model).switch_off(model)
-        finally:
-            _lock.release()
+    """Switches off what no cache needs. Called wherever one becomes garbage, even inside `attach`: so it never waits.
+
+    Whoever holds the lock meanwhile calls it after letting go; what an interrupt leaves is done with the next cache.
+    """
+    while _unused() and not _lock.locked():
+        with _lock:
+            for model in _unused():
+                _attachments[model].switch_off(model)
+                del _attachments[model]
+
+
+def _unused() -> list:
+    """Models of which no cache lives."""
+    return [model for model, attachment in list(_attachments.items()) if not any(True for _ in attachment.owners)]
