@@ -244,6 +244,9 @@ def main() -> None:
     app = App(os.environ.get("HYDRA_FULL_ERROR", "0") != "0")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises its errors instead of printing them
     sys.argv[1:] = options_first(sys.argv[1:])
+    if "--version" in sys.argv[1:]:
+        print(f"kvcalib {__version__}")  # Hydra's own option tells its own
+        return
     if wrong := unknown_option(sys.argv[1:]):
         print(f"kvcalib: {wrong}", file=sys.stderr)
         sys.exit(1)

@@ -74,6 +74,11 @@ def test_help_shows_everyday_commands_and_options(kvcalib_command):
     assert "seed: 0" in done.stdout
 
 
+def test_the_version_is_ours(kvcalib_command):
+    done = kvcalib_command("--version", fake=False)
+    assert done.stdout == f"kvcalib {kvcalib.__version__}\n"
+
+
 def test_cfg_job_shows_one_group(kvcalib_command):
     done = kvcalib_command("quant=kivi2", "--cfg", "job", "-p", "quant.value", fake=False)
     assert done.returncode == 0
