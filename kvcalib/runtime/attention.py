@@ -79,7 +79,8 @@ class Watch:
             self._seen.passes = [Pass()]
         passes = self._seen.passes
         while len(passes) > 2 and not passes[-1].running:  # Ctrl-C has left it behind, and somebody went on
-            passes.pop().end()
+            passes[-1].end()
+            passes.pop()
         return passes[-1]
 
     def begin(self, module, _args) -> None:
@@ -105,11 +106,11 @@ class Watch:
         """The base of a model belongs to the pass of the whole, unless a hook calls it once more."""
         if not self.current.running or self.current.base is not None:
             self.begin(module, args)
-        self.current.base = call_of(module)
+        self.current.base = id(call_of(module))
 
     def finish_base(self, module, args, output) -> None:
         current, call = self.current, call_of(module)
-        if current.base is call and not current.is_of(call):
+        if current.base == id(call) and not current.is_of(call):
             current.base = None
         else:
             self.finish(module, args, output)

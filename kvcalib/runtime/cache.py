@@ -127,8 +127,8 @@ class CalibratedCache(Cache):
         return [self._states_undo, *(layer.undo for layer in self._ours())]
 
     def _settle(self) -> None:
-        for undo in self._undos():
-            undo.settle()
+        for each in (self._states_undo, *self._ours()):
+            each.settle()
 
     # --- states of linear attention, which a model reads and then changes in place --------------------------------
 

@@ -59,8 +59,8 @@ class CalibratedLayer(CacheLayerMixin, Handle):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[Handle, Handle]:
         """key_states [B, H, T, D] after RoPE, value_states [B, H, T, Dv]."""
-        if torch.is_grad_enabled():
-            self._owed = [states for states in (key_states, value_states) if states.requires_grad]
+        graded = (key_states, value_states) if torch.is_grad_enabled() else ()
+        self._owed = [states for states in graded if states.requires_grad]
         self.attachment.insist()
         batch, _, tokens, _ = key_states.shape
         self.undo.begin()
@@ -127,6 +127,11 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         with plain():
             return dispatch.attend(query, packed, scale=options["scaling"], softcap=options.get("softcap"))
 
+    def settle(self) -> None:
+        """As `Undo.settle`."""
+        self.undo.settle()
+        self._owed = []
+
     def get_seq_length(self) -> int:
         before = self.undo.before
         return self.store.length if before is None else before["length"]
@@ -146,7 +151,7 @@ class CalibratedLayer(CacheLayerMixin, Handle):
             raise ValueError(f"crop({tokens_to_remove!r}): the number of tokens is an integer") from error
         if count < 0:
             raise ValueError(f"crop({-count}): pass the number of tokens to drop as a negative number")
-        self.undo.settle()
+        self.settle()
         rollback.check(self.store, count)
         return count
 
@@ -157,7 +162,7 @@ class CalibratedLayer(CacheLayerMixin, Handle):
                 self.store.crop(count)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self.undo.settle()
+        self.settle()
         with undisturbed():
             self.store.select_rows(beam_idx)
 

@@ -23,12 +23,15 @@ class Pass:
     """
 
     def __init__(self, call: FrameType | None = None):
-        self._call, self._thread = call, threading.current_thread()  # not addresses: those have others later
+        # the frame itself would keep the variables of all its callers, and its address is its own until `end`: what
+        # begins in its place ends it first
+        self._call, self._thread = None if call is None else id(call), threading.current_thread()
+        self._module = None if call is None else id(call.f_locals["self"])
         self.finished = call is None
         self.watchers, self.positions, self.inside, self.base = [], None, False, None
 
     def end(self) -> None:
-        """It no longer runs. Frames are let go, with all that they refer to."""
+        """It no longer runs."""
         self._call = self.base = None
 
     def finish(self) -> None:
@@ -40,7 +43,7 @@ class Pass:
         self.watchers = []
 
     def is_of(self, call: FrameType | None) -> bool:
-        return call is not None and call is self._call
+        return call is not None and id(call) == self._call
 
     @property
     def of_others(self) -> bool:
@@ -57,10 +60,10 @@ class Pass:
             return False
         while True:
             frame, last = sys._getframe(1) if mine else sys._current_frames().get(self._thread.ident), None
-            while frame is not None and frame is not call:
+            while frame is not None and not (id(frame) == call and frame.f_code is _CALL):
                 frame, last = frame.f_back, frame
             if frame is not None or last is None or not last.f_code.co_flags & _SUSPENDS:
-                return frame is not None
+                return frame is not None and id(frame.f_locals.get("self")) == self._module
 
 
 def call_of(module: torch.nn.Module) -> FrameType | None:

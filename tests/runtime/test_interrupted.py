@@ -6,6 +6,7 @@ import gc
 import linecache
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -370,6 +371,44 @@ def test_a_pass_that_died_with_its_thread_is_not_taken_for_that_of_the_next(ids)
             thread.join()
         with torch.no_grad():
             assert torch.equal(outputs[0], model(ids[:, step : step + 2], cache=expected).logits)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_nothing_stays_alive_after_an_interrupt(error, ids):
+    """Neither the model nor the cache, nor what the callers had at hand."""
+
+    def broken(*_):
+        raise error
+
+    def caller(model, cache):
+        at_hand = torch.zeros(3)
+        seen.append(weakref.ref(at_hand))
+        forward(model, cache, ids[:, 80:90])
+        return at_hand
+
+    seen, model = [], tiny("llama")
+    cache = filled(model, ids)
+    seen += [weakref.ref(model), weakref.ref(cache)]
+    model.model.layers[1].mlp.register_forward_pre_hook(broken)
+    with contextlib.suppress(error):
+        caller(model, cache)
+    assert seen[2]() is None
+    del cache
+    gc.collect()
+    assert seen[1]() is None
+    assert model.config._attn_implementation == "sdpa"
+    del model
+    gc.collect()
+    assert seen[0]() is None
+
+
+def test_a_copy_after_an_error_with_gradients_on(ids):
+    model = tiny("llama")
+    cache, expected = filled(model, ids), filled(model, ids)
+    with pytest.raises(ConfigError, match="an attention mask of shape"):
+        model(ids[:, 80:85], cache=cache, **REFUSED["a mask of other rows"])
+    twin = copy.deepcopy(cache)
+    assert all(map(torch.equal, goes_on(twin, ids[:, 80:]), goes_on(expected, ids[:, 80:])))
 
 
 def test_an_interrupt_while_caches_come_and_go(ids, monkeypatch):
