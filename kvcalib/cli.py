@@ -118,6 +118,8 @@ def absent_section(arguments: list[str]) -> str:
 
 def unknown_key(key: str) -> str:
     """A sentence with the known keys that look most like `key`."""
+    if re.fullmatch(r"frontier\.sets\.[^.]+\.[^.]+", key):
+        return f"there is no method {key} yet: write +{key}='...' to add it"
     known = list(known_keys())
     same_end = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
     close = same_end[:2] or get_close_matches(key, known, n=1)

@@ -53,6 +53,9 @@ def bench(
 
     calibration: windows and what measures them, or None. Raises ConfigError before anything is timed.
     """
+    for name, counts in (("contexts", contexts), ("prefill", prefill)):
+        if over := [count for count in counts if count > longest]:
+            log.warning("bench.%s: the model takes %d tokens, so these are cut to it: %s", name, longest, over)
     contexts, prefill = (capped(counts, longest) for counts in (contexts, prefill))
     check_speed(model, contexts, prefill, steps=steps, rounds=rounds)
     watch, before = Watch(), others_now()

@@ -19,7 +19,8 @@ from kvcalib.report.build import STYLE
 
 HEADER = ("method", "true bits", "in pages: keys", "values", "perplexity", "rise", "KL", "same top", "needles kept", "")
 SPREAD = ("", "runs", "rise", "lowest", "highest", "KL", "lowest", "highest", "keys beyond range", "lowest", "highest")
-BEST = "best"
+BEST = "*"
+EXPLAINED = "* no other method has as few bits and as small a KL divergence."
 
 
 def write(facts: dict, out: Path) -> str:
@@ -31,6 +32,7 @@ def write(facts: dict, out: Path) -> str:
     (out / "frontier.html").write_text(_html(facts), encoding="utf-8")
     blocks = [f"\n== {facts['name']}: {introduction(facts)}", columns(HEADER, table_rows(facts["rows"]))]
     blocks += [columns(header, rows, title) for title, header, rows in extra_tables(facts)]
+    blocks.insert(2, EXPLAINED)
     blocks += [f"{row['method']}: {row['error']}" for row in facts["rows"] if "error" in row]
     return "\n\n".join([*blocks, f"report   {out / 'frontier.html'}"])
 
@@ -85,7 +87,7 @@ def _cells(row: dict) -> tuple[str, ...]:
 
 
 def _rise(rise: float) -> str:
-    return f"{rise:+.1%}" if rise < 10 else f"x {1 + rise:,.0f}"
+    return f"{rise:+.1%}".replace("-0.0%", "+0.0%") if rise < 10 else f"x {1 + rise:,.0f}"
 
 
 def extra_tables(facts: dict) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
@@ -132,8 +134,10 @@ def pictures(rows: list[dict]) -> dict[str, bytes]:
     for title, (key, logarithmic) in wanted.items():
         points = {name: _points(group, key, logarithmic) for name, group in lines.items()}
         kept = {name: found for name, found in points.items() if found}
+        left = [row["method"] for row in _measured(rows) if logarithmic and row[key] <= 0]
+        note = f"\nnot above zero, where this scale ends: {', '.join(left)}" if left else ""
         if kept:
-            drawn[title] = plots.pareto(kept, title=title, unit=title, logarithmic=logarithmic)
+            drawn[title] = plots.pareto(kept, title=title + note, unit=title, logarithmic=logarithmic)
     return drawn
 
 
@@ -152,6 +156,7 @@ def columns(header: tuple[str, ...], rows: list[tuple[str, ...]], title: str = "
 
 def _markdown(facts: dict) -> str:
     blocks = [f"# {facts['name']}", introduction(facts), tables.markdown(HEADER, table_rows(facts["rows"]))]
+    blocks.append(EXPLAINED.replace("*", "\\*"))
     for title, header, rows in extra_tables(facts):
         blocks += [f"## {title}", tables.markdown(header, rows)]
     failed = [f"- {row['method']}: {row['error']}" for row in facts["rows"] if "error" in row]
@@ -163,6 +168,7 @@ def _markdown(facts: dict) -> str:
 def _html(facts: dict) -> str:
     name = html.escape(facts["name"])
     body = [f"<h1>{name}</h1><p>{html.escape(introduction(facts))}</p>", _html_table(HEADER, table_rows(facts["rows"]))]
+    body.append(f"<p>{html.escape(EXPLAINED)}</p>")
     for title, png in pictures(facts["rows"]).items():
         source = base64.b64encode(png).decode()
         body.append(f'<figure><img alt="{html.escape(title)}" src="data:image/png;base64,{source}"></figure>')

@@ -50,8 +50,12 @@ def per_layer(series: dict[str, list[float]], *, title: str, unit: str) -> bytes
         for number, (name, values) in enumerate(series.items()):
             style = ("-", "--")[number % 2]  # one that covers another lets it be seen
             axes.plot(range(len(values)), values, style, marker="o", markersize=3, label=name)
-        if all(value > 0 for values in series.values() for value in values):
+        everything = [value for values in series.values() for value in values]
+        if min(everything) > 0:
             axes.set_yscale("log")
+            if max(everything) < 10 * min(everything):  # powers of ten would label next to nothing
+                for locate in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+                    locate(lambda value, _: readable(value))
         axes.set(title=title, xlabel="layer", ylabel=unit)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))  # beside the lines

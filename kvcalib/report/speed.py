@@ -198,7 +198,7 @@ def _cache_sentences(cases: dict, bench: dict) -> Iterator[str]:
         ours = cache_part(found, "kvcalib")
         due = {name: cache_part(found, name) for name in found if name != "kvcalib"}
         due = {name: ms for name, ms in due.items() if ms is not None}
-        if context != longest[batch] or ours is None or ours <= 0 or not due:
+        if context != longest[batch] or ours is None or not due or min(ours, *due.values()) <= 0:
             continue
         listed = ", ".join(f"{ms:.1f} ms in {label(name, bench)} ({ms / ours:.1f} x)" for name, ms in due.items())
         where = f"{context:,} tokens with {_rows(batch)}"

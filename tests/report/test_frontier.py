@@ -48,7 +48,7 @@ def test_what_is_printed(facts, tmp_path):
     lines = text.splitlines()
     assert "full precision has perplexity 20.00, finds 100% of the needles" in text
     nuq2 = next(line for line in lines if line.startswith("nuq2")).split()
-    assert nuq2 == ["nuq2", "2.40", "2.40", "2.40", "21.00", "+5.0%", "0.3000", "90.0%", "50%", "best"]
+    assert nuq2 == ["nuq2", "2.40", "2.40", "2.40", "21.00", "+5.0%", "0.3000", "90.0%", "50%", "*"]
     assert "x 901" in next(line for line in lines if line.startswith("int2"))
     assert "hqq4: hqq is not there: `pip install hqq`" in lines
     assert lines[lines.index("Keys") + 2].startswith("int4")
@@ -84,3 +84,17 @@ def test_a_fall_in_perplexity_is_left_out_where_the_axis_is_logarithmic(facts):
     facts["rows"] = [row("nuq4", 4.4, 0.01, rise=-0.01)]
     assert "Rise in perplexity" not in frontier.pictures(facts["rows"])
     assert "KL divergence, nats per token" in frontier.pictures(facts["rows"])
+
+
+def test_what_a_logarithmic_axis_cannot_show_is_named(facts, monkeypatch):
+    titles = []
+    monkeypatch.setattr(frontier.plots, "pareto", lambda _, title, **__: titles.append(title))
+    facts["rows"] = [row("nuq4", 4.4, 0.01, rise=-0.01), row("nuq3", 3.4, 0.05), row("identity", 16, 0.0, rise=0.0)]
+    frontier.pictures(facts["rows"])
+    assert titles[0] == "Rise in perplexity\nnot above zero, where this scale ends: nuq4, identity"
+    assert titles[1] == "KL divergence, nats per token\nnot above zero, where this scale ends: identity"
+
+
+def test_a_rise_of_nothing_has_no_minus(facts):
+    facts["rows"] = [row("nuq4", 4.4, 0.01, rise=-0.0002)]
+    assert frontier.table_rows(facts["rows"])[0][5] == "+0.0%"
