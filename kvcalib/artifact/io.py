@@ -55,7 +55,10 @@ def load_artifact(path: str | Path) -> Artifact:
     try:
         metadata, tensors = read_whole(file)
     except UNREADABLE as error:
-        raise ArtifactError(f"{file} is not a readable safetensors file ({error})") from error
+        raise ArtifactError(
+            f"{file} is not a readable safetensors file ({error}): copy it again, or export it with"
+            " `python -m kvcalib stage=export stage.force=true`"
+        ) from error
     if _METADATA_KEY not in metadata:
         raise ArtifactError(
             f"{file} is a safetensors file but not a kvcalib artifact (its header has no 'kvcalib' entry)"

@@ -107,9 +107,10 @@ def check_model(artifact: Artifact, identity: dict) -> None:
             stored.pop(name, None), current.pop(name, None)
     differences = model_differences(stored, current)
     if differences:
+        differences.sort(key=lambda text: ("sha256" in text, text.startswith("shapes.")))  # what tells most comes first
         raise ArtifactError(
             "this artifact was calibrated for another model: "
-            + "; ".join(differences[:6])
+            + "; ".join(differences[:3])
             + ". Calibrate this model (python -m kvcalib model.path=...) or load the one that the artifact names"
         )
     problems = check_shapes(artifact.layers, identity["shapes"])
