@@ -77,13 +77,14 @@ def load_artifact(path: str | Path) -> Artifact:
 
 
 def locate(path: str | Path) -> Path:
-    """Local file, folder with the default file name, or a file fetched from the hub."""
+    """Local file, folder with the default file name, folder of a run, or a file fetched from the hub."""
     if not isinstance(path, str | os.PathLike):
         raise ArtifactError(f"an artifact is named by its path or a hub id, not by {type(path).__name__}")
     try:
         local = Path(path).expanduser()
         if local.is_dir():
-            local = local / FILE_NAME
+            inside = [local / FILE_NAME, local / "export" / FILE_NAME]
+            local = next((file for file in inside if file.is_file()), inside[0])
         if local.is_file():
             return local
     except UNREADABLE as error:

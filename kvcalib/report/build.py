@@ -28,6 +28,9 @@ img { max-width: 100%; } pre { white-space: pre-wrap; background: #f6f6f6; paddi
 """
 
 
+OLD_BENCH = (
+    "OUT OF DATE: timed with another format or calibration than what this run has now; stage=bench times it again."
+)
 FITS = {
     "stored": "what the artifact holds: fitted, rounded to bfloat16 and adjusted",
     "exact": "the optimum by dynamic programming",
@@ -55,6 +58,7 @@ class Run(NamedTuple):
     records: dict[str, dict]
     metrics: dict
     bench: dict
+    bench_is_old: bool = False
 
 
 def build(run_dir: Path, out: Path | None = None) -> dict:
@@ -83,7 +87,9 @@ def read_run(run_dir: Path) -> Run:
     whole = {name: record for name, record in records.items() if "finished" in record}
     ordered = dict(sorted(whole.items(), key=lambda item: item[1]["finished"]))
     bench = _json(run_dir / "bench" / "bench.json")
-    return Run(run_dir.name, ordered, metrics, bench if "conditions" in bench else {})
+    of = {name: records.get(name, {}).get("inputs", {}).get("export", {}) for name in ("evaluate", "bench")}
+    is_old = of["bench"].get("fingerprint") != of["evaluate"].get("fingerprint")
+    return Run(run_dir.name, ordered, metrics, bench if "conditions" in bench else {}, is_old)
 
 
 def _json(path: Path) -> dict:
@@ -100,6 +106,7 @@ def page_tables(run: Run) -> Iterator[Table]:
     yield Table("Measured", ("what", "value"), tables.metric_rows(run.metrics))
     if run.bench:
         said = [speed.conditions_line(run.bench), *speed.sentences(run.bench)]
+        said = [OLD_BENCH, *said] if run.bench_is_old else said
         yield Table("Speed", ("what was timed where, and what it says",), [(sentence,) for sentence in said])
         yield from (Table(*table) for table in speed.all_tables(run.bench))
     stages = [

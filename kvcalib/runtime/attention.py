@@ -129,7 +129,7 @@ class Attachment:
     """What one model carries while CalibratedCaches of it are alive."""
 
     def __init__(self, model):
-        self.owners: weakref.WeakSet = weakref.WeakSet()
+        self.owners: list[weakref.ref] = []
         self.complete = False
         self._model = weakref.ref(model)
         self._watch, self._hooks = Watch(), []
@@ -165,7 +165,8 @@ class Attachment:
         model = self._model()
         if model is None or self._by_torch:
             return
-        if model.config._attn_implementation not in _NAMES.values():
+        configs = model.config, model.base_model.config  # two where another head shares the base
+        if any(config._attn_implementation not in _NAMES.values() for config in configs):
             self.original = _original_name(model)
             model.set_attn_implementation(_NAMES[self.original])
 
@@ -234,14 +235,14 @@ def attach(model, owner) -> Attachment:
                 attachment.switch_off(model)
             attachment = _attachments[model] = Attachment(model)
             attachment.switch_on(model)
-        attachment.owners.add(owner)
+        attachment.owners = [*filter(lambda ref: ref() is not None, attachment.owners), weakref.ref(owner)]
     weakref.finalize(owner, _sweep)
     _sweep()
     return attachment
 
 
 def _sweep() -> None:
-    """Switches off what no cache needs. Called wherever one becomes garbage, even inside `attach`: so it never waits.
+    """Switches off what no cache needs. Called wherever one becomes garbage, even inside `attach`: it waits for none.
 
     Whoever holds the lock meanwhile calls it after letting go; what an interrupt leaves is done with the next cache.
     """
@@ -253,5 +254,6 @@ def _sweep() -> None:
 
 
 def _unused() -> list:
-    """Models of which no cache lives."""
-    return [model for model, attachment in list(_attachments.items()) if not any(True for _ in attachment.owners)]
+    """Models of which no cache lives. Others may attach meanwhile: what is gone through is copied in one step."""
+    found = ((model, _attachments.get(model)) for ref in _attachments.keyrefs() if (model := ref()) is not None)
+    return [model for model, each in found if each is not None and all(ref() is None for ref in each.owners)]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Protocol
 
 from kvcalib.errors import ConfigError
 from kvcalib.runtime.attention import Attachment
+
+_lock = threading.RLock()
+"""One thread at a time goes back or notes where to: what it looked at is then what it changes."""
 
 
 class Held(Protocol):
@@ -30,12 +34,13 @@ class Undo:
         """Notes how a pass finds the state, after taking back an earlier one."""
         self.begun += 1
         current = self._attachment.current_pass()
-        if self._ahead is not None and self._ahead[0] is current:
-            return
-        self.settle()
-        if current is not None:
-            self._ahead = current, self._held.state()
-            current.watchers.append(weakref.ref(self))
+        with _lock:
+            if self._ahead is not None and self._ahead[0] is current:
+                return
+            self.settle()
+            if current is not None:
+                self._ahead = current, self._held.state()
+                current.watchers.append(weakref.ref(self))
 
     def commit(self) -> None:
         """The pass is finished: there is no way back to before it."""
@@ -49,18 +54,18 @@ class Undo:
 
     def settle(self) -> None:
         """Takes back a pass that an error ended. Raises ConfigError while one runs."""
-        ahead = self._ahead
-        if ahead is not None and ahead[0].running:
-            raise in_the_middle()
-        self.take_back()
-        self._ahead = None
+        with _lock:
+            self.take_back()
+            if self._ahead is not None and not self._ahead[0].finished:
+                raise in_the_middle()
 
     def take_back(self) -> None:
         """Takes back a pass that an error ended; does nothing while one runs."""
-        before = self.before
-        if before is not None:
-            self._held.restore(before)
-            self._ahead = None
+        with _lock:
+            before = self.before
+            if before is not None:
+                self._held.restore(before)
+                self._ahead = None
 
     def tidy(self) -> None:
         """`take_back` for one who only looks: not while the thread of that pass may do so itself."""

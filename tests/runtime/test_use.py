@@ -206,12 +206,13 @@ def test_position_ids_in_floating_point(model, ids, rope, tmp_path):
             model(ids[:1], cache=CalibratedCache(artifact, model), position_ids=positions / 2)
 
 
-@pytest.mark.parametrize("way", ["another head", "a shallow copy"])
-def test_two_models_over_one_base(way, ids):
+@pytest.mark.parametrize("way", ["another head", "another head and config", "a shallow copy"])
+@pytest.mark.parametrize("gone", [0, 1])
+def test_two_models_over_one_base(way, gone, ids):
     first = tiny("llama")
-    if way == "another head":
-        second = tiny("llama")
-        second.model = first.model
+    if way.startswith("another head"):
+        second = type(first)(first.config if way == "another head" else copy.deepcopy(first.config)).eval()
+        second.model, second.lm_head = first.model, first.lm_head
     else:
         second = copy.copy(first)
     artifacts = [make_artifact(each, cache_spec(window=8, sink=2), ids[:1]) for each in (first, second)]
@@ -224,9 +225,21 @@ def test_two_models_over_one_base(way, ids):
             assert torch.equal(first(part, cache=caches[0]).logits, logits)
             hidden = [each.base_model(part, cache=caches[1]).last_hidden_state for each in (second,)]
             assert torch.equal(first.lm_head(hidden[0]), logits)
-        del caches[1]
+        left = (first, second)[1 - gone]
+        del caches[gone]
         gc.collect()
-        first(ids[:, :3], cache=caches[0])
+        assert torch.equal(left(ids[:, :3], cache=caches[0]).logits, first.lm_head(again(first, artifacts[0], ids)))
+        del caches
+        gc.collect()
+        assert {first.config._attn_implementation, second.config._attn_implementation} == {"sdpa"}
+
+
+def again(model, artifact, ids):
+    """Hidden states of three tokens more, after all of them in portions."""
+    cache = CalibratedCache(artifact, model)
+    for part in ids.split(40, dim=1):
+        model(part, cache=cache)
+    return model.model(ids[:, :3], cache=cache).last_hidden_state
 
 
 def test_attention_that_was_set_after_the_last_step_stays_set(ids, artifact):
