@@ -27,7 +27,7 @@ def read_whole(path: str | Path) -> tuple[dict[str, str], dict[str, torch.Tensor
     data = path.read_bytes()
     tensors = load(data)  # checks the header
     length = int.from_bytes(data[:8], "little")
-    return json.loads(data[8 : 8 + length]).get("__metadata__", {}), tensors
+    return json.loads(data[8 : 8 + length]).get("__metadata__") or {}, tensors
 
 
 def save_whole(path: str | Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> Path:

@@ -13,6 +13,8 @@ import torch
 _CALL = inspect.unwrap(torch.nn.Module._call_impl).__code__
 _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 """A frame of such code has no caller between two turns, and another thread may take one while its stack is read."""
+_TURNS = 100
+"""How often that is read again; a thread that begins with such a frame has no other end of its stack."""
 
 
 class Pass:
@@ -58,12 +60,13 @@ class Pass:
         mine = self._thread is threading.current_thread()
         if not (mine or self._thread.is_alive()):
             return False
-        while True:
+        for _ in range(1 if mine else _TURNS):
             frame, last = sys._getframe(1) if mine else sys._current_frames().get(self._thread.ident), None
             while frame is not None and not (id(frame) == call and frame.f_code is _CALL):
                 frame, last = frame.f_back, frame
             if frame is not None or last is None or not last.f_code.co_flags & _SUSPENDS:
-                return frame is not None and id(frame.f_locals.get("self")) == self._module
+                break
+        return frame is not None and id(frame.f_locals.get("self")) == self._module
 
 
 def call_of(module: torch.nn.Module) -> FrameType | None:

@@ -32,7 +32,7 @@ class States:
         ]
 
     def state(self) -> list[dict]:
-        """Copies: they are small, and do not grow with the text."""
+        """Copies, of the size of the states, for as long as a pass lasts: they do not grow with the text."""
         with undisturbed():
             return [{name: _copied(getattr(layer, name)) for name in _FIELDS} for layer in self._layers]
 

@@ -92,6 +92,21 @@ def test_speed_is_shown_where_it_was_measured(run_dir):
     assert "A processor, 2 of 4 cores" in page
 
 
+def test_timings_of_another_format_are_marked(run_dir):
+    for stage, print_ in (("evaluate", "new"), ("bench", "old")):
+        (run_dir / stage).mkdir(exist_ok=True)
+        path = run_dir / stage / "stage.json"
+        record = json.loads(path.read_text()) if path.is_file() else {}
+        path.write_text(json.dumps(record | {"inputs": {"export": {"fingerprint": print_}}}))
+    (run_dir / "bench" / "bench.json").write_text(json.dumps(BENCH))
+    build(run_dir)
+    assert "OUT OF DATE" in (run_dir / "report" / "report.html").read_text()
+    record = json.loads((run_dir / "evaluate" / "stage.json").read_text())
+    (run_dir / "bench" / "stage.json").write_text(json.dumps({"inputs": record["inputs"]}))
+    build(run_dir)
+    assert "OUT OF DATE" not in (run_dir / "report" / "report.html").read_text()
+
+
 @pytest.mark.parametrize("text", ["{", "{}", '{"decode": {"tokens_per_s": 42}}'])
 def test_a_damaged_bench_is_left_out(run_dir, text):
     (run_dir / "bench").mkdir()

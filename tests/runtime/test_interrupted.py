@@ -1,5 +1,6 @@
 """An error in the middle of a call, whoever raised it: the next call finds the cache as it was before."""
 
+import _thread
 import contextlib
 import copy
 import gc
@@ -496,6 +497,29 @@ def test_a_thread_that_watches_while_a_pass_goes_on(stands, ids):
     lines = held(at=0)
     for at in range(1, lines + 1, max(1, lines // 25)):
         held(at)
+
+
+def test_a_thread_that_begins_with_a_generator(ids):
+    """Its stack has no other end, however often it is read."""
+    model, over = tiny("llama"), threading.Event()
+    cache, broken = filled(model, ids), [KeyboardInterrupt]
+
+    def hook(*_):
+        if broken:
+            raise broken.pop()
+
+    def generator():
+        with contextlib.suppress(KeyboardInterrupt):
+            forward(model, cache, ids[:, 80:85])
+        forward(model, cache, ids[:, 80:90])
+        over.set()
+        yield
+
+    model.model.layers[1].register_forward_pre_hook(hook)
+    held = generator()
+    _thread.start_new_thread(held.__next__, ())
+    assert over.wait(60)
+    assert cache.get_seq_length() == 90
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "save"])
