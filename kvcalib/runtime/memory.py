@@ -33,7 +33,7 @@ def memory_report(layers: list, states: list) -> dict:
         "tokens": tokens,
         "batch": batch,
         **apart,
-        "total_bytes": cached + sum(apart.values()),
+        "total_bytes": round(cached) + sum(apart.values()),
         "bytes_per_token": cached / max(tokens * batch, 1),
         "bytes_per_token_fp16": fp16 / max(tokens * batch, 1),
         "bits_per_element_key": 8 * report["key_bytes"] / max(report["key_elements"], 1),
