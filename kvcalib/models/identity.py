@@ -1,8 +1,8 @@
 """What a calibration file remembers about the model it was made for.
 
 Two hashes: of the config fields that shape keys and values (no names, paths, dtypes or library
-versions), and of the weights that produce them. A fine-tuned or re-quantised model has the first in
-common with its parent and not the second.
+versions; a vocabulary may grow), and of the weights that produce them. A fine-tuned or re-quantised model has the first
+in common with its parent and not the second.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from kvcalib.models.families import attention_modules, layer_shapes, text_config
 
 FIELDS = (
     "model_type",
-    "vocab_size",
     "hidden_size",
-    "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",

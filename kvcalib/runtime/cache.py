@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from kvcalib.artifact.io import load_artifact
 from kvcalib.artifact.schema import Artifact, LayerTables, check_model
+from kvcalib.artifact.usable import spec_problems
 from kvcalib.errors import ArtifactError, UnsupportedModel
 from kvcalib.models.identity import identity
 from kvcalib.quant.spec import CacheSpec
@@ -177,12 +178,14 @@ class CalibratedCache(Cache):
         return twin
 
 
-def _check_kinds(artifact, model) -> None:
+def _check_kinds(artifact: Artifact, model) -> None:
     if not isinstance(artifact, Artifact):
         raise ArtifactError(
             f"CalibratedCache needs an artifact from load_artifact(path), not {type(artifact).__name__};"
             " for a path use CalibratedCache.from_pretrained(path, model)"
         )
+    if problems := spec_problems(artifact.spec):  # of one that was changed in Python
+        raise ArtifactError(f"this artifact has a format that cannot be read: {'; '.join(problems)}")
     compiled = hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
     if compiled or hasattr(getattr(model, "forward", None), "_torchdynamo_orig_callable"):
         raise UnsupportedModel(

@@ -4,6 +4,8 @@ import torch
 
 from kvcalib.errors import UnsupportedModel
 
+HIDDEN = -9_000.0
+"""What an additive mask holds for a hidden token, or less: -1e4, also where bfloat16 rounds it, is in use."""
 _OF_TENSORS = {"transpose", "permute", "view", "reshape", "expand", "repeat_interleave", "contiguous", "float", "split"}
 
 

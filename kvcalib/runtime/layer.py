@@ -23,14 +23,12 @@ from kvcalib.quant.rope import Rope
 from kvcalib.quant.spec import CacheSpec, Tables
 from kvcalib.runtime import rollback
 from kvcalib.runtime.attention import Attachment
-from kvcalib.runtime.handles import Handle
+from kvcalib.runtime.handles import HIDDEN, Handle
 from kvcalib.runtime.modes import plain, undisturbed
 from kvcalib.runtime.store import LayerStore
 from kvcalib.runtime.undo import Undo
 
 logger = logging.getLogger(__name__)
-_HIDDEN = -9_000.0
-"""What an additive mask holds for a hidden token, or less: -1e4, also where bfloat16 rounds it, is in use."""
 
 
 class CalibratedLayer(CacheLayerMixin, Handle):
@@ -83,7 +81,7 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         allowed = None if mask is None else _allowed(mask, query.shape[0], tokens, self.store.length)
         if allowed is not None or self.store.real is not None:
             with undisturbed():
-                self._settle(allowed, tokens)
+                self._note_padding(allowed, tokens)
         if self.store.has_moved:
             output, weights = self._attend_packed(module, query, allowed, options), None
         else:
@@ -100,7 +98,7 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         _no_gradient(logger)
         return _NoGradient.apply(output, query, *owed)
 
-    def _settle(self, allowed: torch.Tensor | None, tokens: int) -> None:
+    def _note_padding(self, allowed: torch.Tensor | None, tokens: int) -> None:
         """Which of the new columns are padding, and whether the mask shows any that was."""
         if allowed is not None:
             self.store.drop_padding(allowed[..., self.store.length - tokens :].any(1))
@@ -226,7 +224,7 @@ def _allowed(mask: torch.Tensor, batch: int, tokens: int, length: int) -> torch.
         raise UnsupportedModel(f"an attention mask per head {tuple(mask.shape)} cannot be applied to a quantised cache")
     visible = mask
     if mask.dtype != torch.bool:
-        visible = mask > _HIDDEN
+        visible = mask > HIDDEN
         if mask.masked_fill(~visible, 0).count_nonzero():
             raise UnsupportedModel(
                 "an attention mask that adds a bias cannot be applied to a quantised cache: pass a bool mask, or 0 and"

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers.cache_utils import LinearAttentionLayer
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvcalib.artifact.files import UNREADABLE, read_whole, save_whole
 from kvcalib.artifact.fingerprint import checksum, fingerprint
@@ -115,7 +115,7 @@ def _owner(artifact: Artifact, model) -> dict:
 
 
 def _is_linear(layer) -> bool:
-    return type(layer) is LinearAttentionLayer
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
 
 
 def _store_state(store: LayerStore) -> tuple[dict[str, torch.Tensor], dict]:
@@ -151,7 +151,7 @@ def _restore_store(layer, held: dict[str, torch.Tensor], counts: dict, _model) -
     return None
 
 
-def _linear_state(layer: LinearAttentionLayer) -> tuple[dict[str, torch.Tensor], dict]:
+def _linear_state(layer: LinearAttentionCacheLayerMixin) -> tuple[dict[str, torch.Tensor], dict]:
     held = {
         f"{name}.{k}": tensor.clone()
         for name in _STATES
@@ -161,7 +161,9 @@ def _linear_state(layer: LinearAttentionLayer) -> tuple[dict[str, torch.Tensor],
     return held, {name: getattr(layer, name) for name in _FLAGS}
 
 
-def _restore_linear(layer: LinearAttentionLayer, held: dict[str, torch.Tensor], flags: dict, model) -> str | None:
+def _restore_linear(
+    layer: LinearAttentionCacheLayerMixin, held: dict[str, torch.Tensor], flags: dict, model
+) -> str | None:
     """What is wrong, if anything."""
     if flags.keys() != {*_FLAGS}:
         return "its counts are not those of a cache"

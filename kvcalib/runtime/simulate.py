@@ -24,7 +24,7 @@ from kvcalib.quant.rope import Rope, to_post_rope
 from kvcalib.quant.spec import PAGE, CacheSpec
 from kvcalib.runtime.attention import Attachment, attach
 from kvcalib.runtime.frequencies import Frequencies
-from kvcalib.runtime.handles import Handle
+from kvcalib.runtime.handles import HIDDEN, Handle
 from kvcalib.runtime.ropes import LayerRopes, layer_ropes
 
 _QUERIES = 64
@@ -149,7 +149,7 @@ def _attend_mixed(query, keys, values, stale, mask, options) -> torch.Tensor:
     keys = [key.float().transpose(-1, -2).unsqueeze(2) for key in keys]
     values = [value.float().unsqueeze(2) for value in values]
     visible = _past(stale) if mask is None else mask[:, :, None]
-    hidden = ~(visible if visible.dtype == torch.bool else visible > torch.finfo(visible.dtype).min / 2)
+    hidden = ~(visible if visible.dtype == torch.bool else visible > HIDDEN)
     blocks = []
     for start in range(0, tokens, _QUERIES):
         rows, past = slice(start, start + _QUERIES), slice(0, start + _QUERIES)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from typing import Protocol
 
 from kvcalib.errors import ConfigError
 from kvcalib.runtime.attention import Attachment
-
-_lock = threading.RLock()
-"""One thread at a time goes back or notes where to: what it looked at is then what it changes."""
 
 
 class Held(Protocol):
@@ -26,15 +24,19 @@ class Undo:
 
     def __init__(self, held: Held, attachment: Attachment):
         self._held, self._attachment = held, attachment
+        self._lock = threading.RLock()  # who goes back, or notes where to, changes what it has looked at
         self._ahead = None  # a pass that has not come to its end, and the state before it
         self.begun = 0
         """How often `begin` was called: who looks twice knows whether something has happened in between."""
+
+    def __deepcopy__(self, memo) -> Undo:
+        return Undo(copy.deepcopy(self._held, memo), self._attachment)
 
     def begin(self) -> None:
         """Notes how a pass finds the state, after taking back an earlier one."""
         self.begun += 1
         current = self._attachment.current_pass()
-        with _lock:
+        with self._lock:
             if self._ahead is not None and self._ahead[0] is current:
                 return
             self.settle()
@@ -54,14 +56,14 @@ class Undo:
 
     def settle(self) -> None:
         """Takes back a pass that an error ended. Raises ConfigError while one runs."""
-        with _lock:
+        with self._lock:
             self.take_back()
             if self._ahead is not None and not self._ahead[0].finished:
                 raise in_the_middle()
 
     def take_back(self) -> None:
         """Takes back a pass that an error ended; does nothing while one runs."""
-        with _lock:
+        with self._lock:
             before = self.before
             if before is not None:
                 self._held.restore(before)

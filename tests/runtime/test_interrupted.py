@@ -14,7 +14,6 @@ import torch
 
 from kvcalib.errors import ConfigError, UnsupportedModel
 from kvcalib.quant.spec import CacheSpec, TensorSpec
-from kvcalib.runtime import undo
 from kvcalib.runtime.cache import CalibratedCache
 from tests.helpers import make_artifact
 from tests.models.zoo import tiny
@@ -459,7 +458,7 @@ def test_a_thread_that_watches_while_a_pass_goes_on(stands, ids):
         def trace(frame, event, _):
             if not frame.f_code.co_filename.endswith(("cache.py", "layer.py", "passes.py")):
                 return None
-            if event == "line" and not undo._lock._is_owned():  # within it, others wait
+            if event == "line" and not any(each._lock._is_owned() for each in cache._undos()):  # there others wait
                 seen[0] += 1
                 if seen[0] == at:
                     reached.set()
@@ -540,7 +539,7 @@ def test_a_copy_that_a_thread_makes_while_passes_go_on_is_whole_or_refused(way, 
         def trace(frame, event, _):
             if not frame.f_code.co_filename.endswith(("cache.py", "layer.py", "store.py", "undo.py", "persist.py")):
                 return None
-            if event == "line" and not undo._lock._is_owned():  # within it, others wait
+            if event == "line" and not any(each._lock._is_owned() for each in cache._undos()):  # there others wait
                 seen[0] += 1
                 if seen[0] == at:
                     reached.set()

@@ -6,13 +6,14 @@ import subprocess
 import sys
 import threading
 import warnings
+from dataclasses import replace
 
 import accelerate
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, pipeline
 
-from kvcalib.errors import ConfigError, UnsupportedModel
+from kvcalib.errors import ArtifactError, ConfigError, UnsupportedModel
 from kvcalib.models.tiny import byte_tokenizer
 from kvcalib.quant.spec import CacheSpec, TensorSpec
 from kvcalib.runtime import departure
@@ -240,6 +241,26 @@ def again(model, artifact, ids):
     for part in ids.split(40, dim=1):
         model(part, cache=cache)
     return model.model(ids[:, :3], cache=cache).last_hidden_state
+
+
+def test_a_vocabulary_that_has_grown(ids, artifact):
+    """For a token that pads: keys and values come from the same weights."""
+    model = tiny("llama")
+    cache = CalibratedCache(artifact, model)
+    model.resize_token_embeddings(model.config.vocab_size + 10)
+    with torch.no_grad():
+        again = CalibratedCache(artifact, model)
+        assert torch.equal(model(ids, cache=again).logits, model(ids, cache=cache).logits)
+
+
+@pytest.mark.parametrize("change", [{"window": -1}, {"window": 1.5}, {"sink": "8"}, {"window": True}, {"sink": None}])
+def test_a_format_that_was_changed_in_python_is_looked_at(model, ids, artifact, change):
+    other = replace(artifact, spec=replace(artifact.spec, **change))
+    with pytest.raises(ArtifactError, match=f"spec.{next(iter(change))}=.* must be a count of tokens"):
+        CalibratedCache(other, model)
+    cache = CalibratedCache(replace(artifact, spec=replace(artifact.spec, window=0, sink=0)), model)
+    model(ids, cache=cache)
+    assert cache.layers[0].store.page_counts[0] == 2
 
 
 def test_attention_that_was_set_after_the_last_step_stays_set(ids, artifact):
