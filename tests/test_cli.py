@@ -74,6 +74,18 @@ def test_help_shows_everyday_commands_and_options(kvcalib_command):
     assert "seed: 0" in done.stdout
 
 
+def test_another_eval_goes_with_the_comparison(kvcalib_command):
+    """A group that is named on the command line wins over what the experiment chooses."""
+    shown = [
+        kvcalib_command("experiment=frontier", *words, "--cfg", "job", "-p", "eval", fake=False).stdout
+        for words in ([], ["eval=long"])
+    ]
+    assert "- 512\n" in shown[0]
+    assert "- tracking" not in shown[0]
+    assert "- 8176\n" in shown[1]
+    assert "- tracking" in shown[1]
+
+
 def test_the_version_is_ours(kvcalib_command):
     done = kvcalib_command("--version", fake=False)
     assert done.stdout == f"kvcalib {kvcalib.__version__}\n"

@@ -61,10 +61,13 @@ class Artifact:
     settings: dict = field(default_factory=dict)
     summary: dict = field(default_factory=dict)
     version: int = VERSION
+    is_valid: bool = field(default=False, init=False, repr=False, compare=False)  # `replace` makes one that is not yet
 
 
 def validate(artifact: Artifact) -> None:
-    """Raises ArtifactError with every problem found: layer, tensor and what is wrong with it."""
+    """Raises ArtifactError with every problem found: layer, tensor and what is wrong with it. Looks only once."""
+    if artifact.is_valid:
+        return
     problems = spec_problems(artifact.spec)
     if problems:
         raise ArtifactError(f"the calibration is not usable: {_listed(problems)}")
@@ -76,6 +79,7 @@ def validate(artifact: Artifact) -> None:
             problems += [f"layers.{index}.{name}: {text}" for text in table_problems(name, spec, tables)]
     if problems:
         raise ArtifactError(f"the calibration is not usable: {_listed(problems)}")
+    object.__setattr__(artifact, "is_valid", True)
 
 
 def _listed(problems: list[str]) -> str:

@@ -100,6 +100,9 @@ def table_problems(name: str, spec: TensorSpec, tables: Tables) -> list[str]:
         found.append(f"zero is not finite, or {LARGEST:.0e} and beyond")
     if not ((tables.scale > 0) & (tables.scale < LARGEST)).all():
         found.append(f"scale is not finite and positive, or {LARGEST:.0e} and beyond")
+    for field, there in (("widths", spec.levels == "mixed"), ("trellis", spec.rounding == "trellis")):
+        if getattr(tables, field) is not None and not there:  # kernels would read codes by it
+            found.append(f"{field} do not go with levels={spec.levels} and rounding={spec.rounding}")
     if spec.levels == "mixed":
         found += _width_problems(name, spec, tables)
     elif spec.quantised:

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvcalib.artifact.io import load_artifact
-from kvcalib.artifact.schema import Artifact, LayerTables, check_model
-from kvcalib.artifact.usable import spec_problems
+from kvcalib.artifact.schema import Artifact, LayerTables, check_model, validate
 from kvcalib.errors import ArtifactError, UnsupportedModel
 from kvcalib.models.identity import identity
 from kvcalib.quant.spec import CacheSpec
@@ -184,8 +183,7 @@ def _check_kinds(artifact: Artifact, model) -> None:
             f"CalibratedCache needs an artifact from load_artifact(path), not {type(artifact).__name__};"
             " for a path use CalibratedCache.from_pretrained(path, model)"
         )
-    if problems := spec_problems(artifact.spec):  # of one that was changed in Python
-        raise ArtifactError(f"this artifact has a format that cannot be read: {'; '.join(problems)}")
+    validate(artifact)  # it may have been changed in Python
     compiled = hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
     if compiled or hasattr(getattr(model, "forward", None), "_torchdynamo_orig_callable"):
         raise UnsupportedModel(

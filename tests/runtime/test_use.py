@@ -258,6 +258,10 @@ def test_a_format_that_was_changed_in_python_is_looked_at(model, ids, artifact, 
     other = replace(artifact, spec=replace(artifact.spec, **change))
     with pytest.raises(ArtifactError, match=f"spec.{next(iter(change))}=.* must be a count of tokens"):
         CalibratedCache(other, model)
+    trellis = make_artifact(model, cache_spec("trellis", "trellis"), ids[:1])
+    for key in (replace(trellis.spec.key, rounding="feedback"), replace(trellis.spec.key, bits=4)):
+        with pytest.raises(ArtifactError, match="the calibration is not usable: layers.0.key"):
+            CalibratedCache(replace(trellis, spec=replace(trellis.spec, key=key)), model)
     cache = CalibratedCache(replace(artifact, spec=replace(artifact.spec, window=0, sink=0)), model)
     model(ids, cache=cache)
     assert cache.layers[0].store.page_counts[0] == 2
