@@ -50,7 +50,7 @@ class CalibratedCache(Cache):
 
     @classmethod
     def from_pretrained(cls, path_or_hub_id: str | Path, model) -> "CalibratedCache":
-        """path_or_hub_id: the artifact file, a folder that holds it, or a hub id."""
+        """path_or_hub_id: the artifact file, a folder that holds it, the folder of a run, or a hub id."""
         return cls(load_artifact(path_or_hub_id), model)
 
     @classmethod

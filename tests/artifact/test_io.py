@@ -323,6 +323,12 @@ def test_tables_that_do_not_fit_the_model_are_refused(artifact, shapes, message)
         check_model(replace(artifact, model=model), model)
 
 
+def test_the_folder_of_a_run_stands_for_the_artifact_in_it(artifact, tmp_path):
+    save_artifact(artifact, tmp_path / "run" / "export" / "kvcalib.safetensors")
+    assert load_artifact(tmp_path / "run").model == artifact.model
+    assert load_artifact(tmp_path / "run" / "export").model == artifact.model
+
+
 def test_a_truncated_or_missing_file_is_refused_with_its_path(path):
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(ArtifactError, match="not a readable safetensors file"):

@@ -445,6 +445,22 @@ def hooks_of(model):
     return sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model.modules())
 
 
+def holding(cache, at, seen, reached, on, files):
+    """A trace function that stops its thread at the line of that number, until `on` is set."""
+
+    def trace(frame, event, _):
+        if not frame.f_code.co_filename.endswith(files):
+            return None
+        if event == "line" and not any(each._lock._is_owned() for each in cache._undos()):  # there others wait
+            seen[0] += 1
+            if seen[0] == at:
+                reached.set()
+                on.wait(60)
+        return trace
+
+    return trace
+
+
 @pytest.mark.parametrize("stands", ["at its beginning", "in the middle"])
 def test_a_thread_that_watches_while_a_pass_goes_on(stands, ids):
     """The thread that looks is held at each of its lines; meanwhile a pass begins, or ends, in another."""
@@ -455,15 +471,7 @@ def test_a_thread_that_watches_while_a_pass_goes_on(stands, ids):
     def held(at):
         cache, reached, on, seen, found = copy.deepcopy(start), threading.Event(), threading.Event(), [0], []
 
-        def trace(frame, event, _):
-            if not frame.f_code.co_filename.endswith(("cache.py", "layer.py", "passes.py")):
-                return None
-            if event == "line" and not any(each._lock._is_owned() for each in cache._undos()):  # there others wait
-                seen[0] += 1
-                if seen[0] == at:
-                    reached.set()
-                    on.wait(60)
-            return trace
+        trace = holding(cache, at, seen, reached, on, ("cache.py", "layer.py", "passes.py"))
 
         def watch():
             sys.settrace(trace)
@@ -536,15 +544,7 @@ def test_a_copy_that_a_thread_makes_while_passes_go_on_is_whole_or_refused(way, 
     def held(at):
         cache, reached, on, seen, found = filled(model, ids, 75), threading.Event(), threading.Event(), [0], []
 
-        def trace(frame, event, _):
-            if not frame.f_code.co_filename.endswith(("cache.py", "layer.py", "store.py", "undo.py", "persist.py")):
-                return None
-            if event == "line" and not any(each._lock._is_owned() for each in cache._undos()):  # there others wait
-                seen[0] += 1
-                if seen[0] == at:
-                    reached.set()
-                    on.wait(60)
-            return trace
+        trace = holding(cache, at, seen, reached, on, ("cache.py", "layer.py", "store.py", "undo.py", "persist.py"))
 
         def work():
             sys.settrace(trace)
