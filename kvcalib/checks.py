@@ -120,6 +120,16 @@ def _tensor_problems(key: str, tensor: TensorSettings) -> Iterator[str]:
         tensor.levels is not Levels.nuq or rounding is not Rounding.nearest or tensor.books is Books.channel
     ):
         yield f"{key}.q_norm=true needs {key}.levels=nuq, {key}.rounding=nearest and {key}.books=layer or head"
+    if tensor.unbiased and (
+        tensor.levels not in (Levels.nuq, Levels.mixed)
+        or tensor.range not in (Range.static, Range.norm)
+        or tensor.rank not in (Rank.error, Rank.range)
+        or tensor.q_norm
+    ):
+        yield (
+            f"{key}.unbiased=true needs {key}.levels=nuq or mixed, {key}.range=static or norm, {key}.rank=error or "
+            f"range and {key}.q_norm=false"
+        )
 
 
 def _budget_problems(quant: QuantSettings) -> Iterator[str]:

@@ -90,6 +90,7 @@ class TensorSettings:
     rounding: Rounding
     books: Books
     q_norm: bool
+    unbiased: bool
     fisher: bool
     range_weight: bool
     solver: Solver

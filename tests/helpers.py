@@ -26,6 +26,7 @@ KEYS = {
     "feedback": TensorSpec(3, "nuq", "static", rope="pre", outliers=0.01, rounding="feedback"),
     "trellis": TensorSpec(5, "mixed", "static", rope="pre", outliers=0.01, rounding="trellis"),
     "q-norm": TensorSpec(3, "nuq", "static", rope="pre", outliers=0.02, books="head", q_norm=True),
+    "unbiased": TensorSpec(5, "mixed", "static", rope="pre", outliers=0.01, rounding="trellis", unbiased=True),
 }
 VALUES = {
     "token": TensorSpec(4, "nuq", "token", scope="layer", outliers=0.02),
@@ -35,6 +36,7 @@ VALUES = {
     "norm": TensorSpec(4, "nuq", "norm", rotation="hadamard"),
     "trellis": TensorSpec(5, "mixed", "norm", rotation="hadamard", rounding="trellis"),
     "q-norm": TensorSpec(3, "nuq", "token", q_norm=True),
+    "unbiased": TensorSpec(4, "nuq", "norm", rotation="hadamard", unbiased=True),
 }
 
 
@@ -91,6 +93,8 @@ def _tables(x: torch.Tensor, spec: TensorSpec) -> Tables:
     if spec.q_norm:
         moved = (1.1 * tables.levels + 0.05).bfloat16().float()
         tables = tables._replace(levels=moved, edges=middles(tables.levels))
+    if spec.unbiased:
+        tables = tables._replace(read_zero=0.01 * largest, read_scale=1.05 * largest)
     if spec.rounding == "trellis":
         draw = torch.Generator().manual_seed(0)
         entries = trellis.table_offset(spec.bits + 1)

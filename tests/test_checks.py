@@ -4,7 +4,7 @@ import pytest
 
 from kvcalib.checks import check, problems
 from kvcalib.errors import ConfigError
-from kvcalib.settings import Books, Levels, Rope, Rounding
+from kvcalib.settings import Books, Levels, Range, Rank, Rope, Rounding
 
 
 def test_default_has_no_problem(settings):
@@ -86,6 +86,22 @@ def test_q_norm_is_for_fitted_levels_and_the_nearest_of_them(settings, change):
     assert sentence == (
         "quant.value.q_norm=true needs quant.value.levels=nuq, quant.value.rounding=nearest and "
         "quant.value.books=layer or head"
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"levels": Levels.nf}, {"range": Range.token}, {"rank": Rank.threshold}, {"q_norm": True}],
+)
+def test_unbiased_is_for_fitted_levels_in_a_calibrated_range_or_a_norm(settings, change):
+    settings.quant.key.unbiased = True
+    assert list(problems(settings)) == []
+    for name, value in change.items():
+        setattr(settings.quant.key, name, value)
+    (sentence,) = problems(settings)
+    assert sentence == (
+        "quant.key.unbiased=true needs quant.key.levels=nuq or mixed, quant.key.range=static or norm, "
+        "quant.key.rank=error or range and quant.key.q_norm=false"
     )
 
 

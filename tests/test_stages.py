@@ -34,6 +34,7 @@ def test_the_table_is_in_order_of_dependence():
         ("quant.key.bits", 4, ["outliers", "codebooks", "export"]),
         ("quant.value.fisher", False, ["codebooks", "export"]),
         ("quant.value.q_norm", True, ["outliers", "codebooks", "export"]),
+        ("quant.value.unbiased", True, ["outliers", "codebooks", "export"]),
         ("quant.window", 64, ["export", "measure", "evaluate"]),
         ("eval.windows", 9, ["reference", "measure", "evaluate", "report"]),
         ("eval.chunk", 9, ["evaluate", "report"]),

@@ -11,6 +11,7 @@ One safetensors file.
               layers.{i}.{key|value}.order    int16 [H, D]     with feedback: rows are permutations of the channels
               layers.{i}.{key|value}.trellis  bf16 [L]         for rounding="trellis": by window, see quant/trellis.py
               layers.{i}.{key|value}.edges    fp32 [1 or H, L - 1]  only with q_norm: rows strictly increasing
+              layers.{i}.{key|value}.read_zero, .read_scale  fp32 [H, D]  only with unbiased; scale > 0
     metadata  format = "pt"
               kvcalib = JSON {version, spec, layers, model, calibration, settings, summary}
               sha256 over that JSON and all tensors
@@ -41,6 +42,7 @@ def tensor_fields(spec: TensorSpec) -> tuple[str, ...]:
     fields += ["feedback", "order"] if spec.feeds_back else []
     fields += ["trellis"] if spec.rounding == "trellis" else []
     fields += ["edges"] if spec.q_norm else []
+    fields += ["read_zero", "read_scale"] if spec.unbiased else []
     return tuple(fields)
 
 

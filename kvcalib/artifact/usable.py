@@ -47,8 +47,9 @@ def _field_problems(spec: TensorSpec, rope: tuple[str, ...]) -> list[str]:
     is_number = _is_int(spec.outliers) or isinstance(spec.outliers, float)
     if not is_number or not 0 <= spec.outliers <= MAX_OUTLIERS:
         found.append(f"outliers={spec.outliers!r} must be 0 to {MAX_OUTLIERS}")
-    if not isinstance(spec.q_norm, bool):
-        found.append(f"q_norm={spec.q_norm!r} must be true or false")
+    for name in ("q_norm", "unbiased"):
+        if not isinstance(getattr(spec, name), bool):
+            found.append(f"{name}={getattr(spec, name)!r} must be true or false")
     return found
 
 
@@ -68,6 +69,15 @@ def _combination_problems(name: str, spec: TensorSpec) -> list[str]:
         found.append("rounding=trellis of keys needs rope=pre or post")
     if spec.q_norm and (spec.levels != "nuq" or spec.rounding != "nearest" or spec.books == "channel"):
         found.append("q_norm=true needs levels=nuq, rounding=nearest and books=layer or head")
+    if spec.unbiased and (
+        spec.levels not in ("nuq", "mixed")
+        or spec.range not in ("static", "norm")
+        or spec.rank not in ("error", "range")
+        or spec.q_norm
+    ):
+        found.append(
+            "unbiased=true needs levels nuq or mixed, range static or norm, rank error or range, and no q_norm"
+        )
     if name == "key" and spec.rotation != "none":
         found.append(f"rotation={spec.rotation} must be none (rotary embedding does not commute with it)")
     if spec.rotation != "none" and (not spec.quantised or spec.range == "static"):
@@ -113,7 +123,18 @@ def table_problems(name: str, spec: TensorSpec, tables: Tables) -> list[str]:
         found += _feedback_problems(tables)
     if spec.rounding == "trellis":
         found += _trellis_problems(spec, tables)
-    return found
+    return found + _read_frame_problems(spec, tables)
+
+
+def _read_frame_problems(spec: TensorSpec, tables: Tables) -> list[str]:
+    frame = tables.read_zero, tables.read_scale
+    if not spec.unbiased:
+        return [] if frame == (None, None) else ["read_zero and read_scale are for unbiased=true"]
+    if any(t is None or t.shape != tables.zero.shape for t in frame):
+        return [f"read_zero or read_scale is missing or not {list(tables.zero.shape)}"]
+    if not ((tables.read_zero.abs() < LARGEST) & (tables.read_scale > 0) & (tables.read_scale < LARGEST)).all():
+        return [f"read_zero or read_scale is not finite, {LARGEST:.0e} and beyond, or a scale is not positive"]
+    return []
 
 
 def _feedback_problems(tables: Tables) -> list[str]:

@@ -10,7 +10,8 @@ where step * scale is the factor from v back to x for that very element (`fit.se
 beyond -1 and 1 that are no outliers keep their true value: run time gives them an end level, which
 should feel that. The points are compressed to a histogram, clustered in one dimension, rounded to
 bfloat16 and adjusted once more. With q_norm they are moved at last, and the edges between them stay where they were
-(KVQuant's Q-Norm, arXiv 2401.18079v3). Other kinds of levels need no data.
+(KVQuant's Q-Norm, arXiv 2401.18079v3). With `unbiased` the frame that codes come back in is fitted last of all, to
+what the finished tables do with the sample. Other kinds of levels need no data.
 
 levels.safetensors:  layers.{i}.{key|value}.{field}  every field of `Tables` that the format has,
                      header of `outliers` and {sample_tokens}
@@ -30,6 +31,7 @@ from kvcalib.fit.channels import refine
 from kvcalib.fit.feedback import energy, fit_feedback
 from kvcalib.fit.histogram import compress
 from kvcalib.fit.levels import moved_levels, reassign, to_bf16_distinct
+from kvcalib.fit.unbiased import SHARE, with_read_frame
 from kvcalib.quant import codec, ranges
 from kvcalib.quant.codebook import middles
 from kvcalib.quant.rotation import rotate
@@ -93,6 +95,10 @@ def codebooks(
             return sample_points(x, grad, tables, specs[name], fits[name])
 
         fitted, summary = mixed.fit_mixed(points, fitted, spec, budget, progress)
+    stretched = [(layer, name) for layer in layers for name in sampled if getattr(spec, name).unbiased]
+    for layer, name in progress(stretched, len(stretched), "read frames") if stretched else ():
+        x, _ = read(layer, name, specs[name])
+        fitted[layer][name] = _read_frame(x, fitted[layer][name], getattr(spec, name), SHARE[name])
     header = {**reader.header, "spec": spec.to_dict(), "sample_tokens": read.tokens if read else 0}
     files.save(Path(out) / FILE, _tensors(fitted), header)
     return {"fitted": sampled, "layers": summary}
@@ -106,6 +112,12 @@ def _separate(spec: TensorSpec) -> TensorSpec:
 def _frame(reader: files.Reader, layer: int, name: str, spec: TensorSpec) -> Tables:
     zero, scale = (reader[f"layers.{layer}.{name}.{field}"] for field in ("zero", "scale"))
     return Tables(zero, scale, _per_book(grid(spec), spec, *zero.shape))
+
+
+def _read_frame(x: torch.Tensor, tables: Tables, spec: TensorSpec, share: float) -> Tables:
+    """x [n, H, D] of whole pages, of which every fourth one is enough."""
+    seen = codec.round_trip(x.unflatten(0, (-1, PAGE))[::4], spec, tables)
+    return with_read_frame(*seen, tables, static=spec.range == "static", share=share)
 
 
 def _tensors(fitted: dict[int, dict[str, Tables]]) -> dict[str, torch.Tensor]:

@@ -5,7 +5,8 @@
     static   fp8: the layer's largest magnitude becomes 448, one scale for all channels
     group    per channel, min and max; keys after rotary and values: symmetric. Only conditions the
              fp16 ranges that run time measures, which follow the data wherever they are
-    token, norm  symmetric, the layer's largest magnitude: channels must keep their proportions
+    token    symmetric, the layer's largest magnitude: channels must keep their proportions
+    norm     the same about the mean of every channel: a norm measures spread, and a mean costs no bits
 
 A tensor that is not quantised has zero 0 and scale 1, or the power of two that keeps it in fp16.
 
@@ -22,6 +23,7 @@ from kvcalib.calib import collect, files
 from kvcalib.errors import ConfigError
 from kvcalib.fit.frame import frame_from_bounds, symmetric_frame
 from kvcalib.fit.thresholds import tail_quantile, two_sided
+from kvcalib.quant.rotation import rotate
 from kvcalib.quant.spec import CacheSpec, TensorSpec
 
 FILE = "frames.safetensors"
@@ -47,6 +49,8 @@ def outliers(statistics: Path, spec: CacheSpec, *, out: Path) -> dict:
             tensor_spec = getattr(spec, name)
             low, high = _tails(reader, layer, name, tensor_spec)
             zero, scale = _frame(low, high, name, tensor_spec, reader.header)
+            if tensor_spec.range == "norm":
+                zero = rotate(reader[f"layers.{layer}.{_source(name, tensor_spec)}.mean"], tensor_spec.rotation)
             tensors[f"layers.{layer}.{name}.zero"] = zero
             tensors[f"layers.{layer}.{name}.scale"] = scale
             summary[layer][name] = _summary(low, high, scale, tensor_spec)
@@ -60,8 +64,11 @@ def outliers(statistics: Path, spec: CacheSpec, *, out: Path) -> dict:
 
 
 def _tails(reader, layer: int, name: str, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    source = "key_post" if name == "key" and spec.rope == "post" else name
-    return tuple(reader[f"layers.{layer}.{source}.{end}"] for end in ("low", "high"))
+    return tuple(reader[f"layers.{layer}.{_source(name, spec)}.{end}"] for end in ("low", "high"))
+
+
+def _source(name: str, spec: TensorSpec) -> str:
+    return "key_post" if name == "key" and spec.rope == "post" else name
 
 
 def _frame(low, high, name: str, spec: TensorSpec, header: dict):

@@ -68,7 +68,9 @@ def _tables(model: Tables, spec: TensorSpec, shape: Shape, *, own: bool, unit: i
         levels, edges = levels[book], None if edges is None else edges[book]
     weight = None if model.weight is None else _resized(model.weight, size)
     widths = None if model.widths is None else _widths(model.widths, size, unit)
-    return _with_feedback(Tables(zero, scale, levels, weight, widths, trellis=model.trellis, edges=edges), spec)
+    read = {field: _resized(getattr(model, field), size) for field in ("read_zero", "read_scale") if spec.unbiased}
+    tables = Tables(zero, scale, levels, weight, widths, trellis=model.trellis, edges=edges, **read)
+    return _with_feedback(tables, spec)
 
 
 def _with_feedback(tables: Tables, spec: TensorSpec) -> Tables:

@@ -3,6 +3,7 @@
     u = (rotated x - zero) / scale        outliers by rank        step, base fp16
     c = nearest level of (u - base) / step                        correction = u - u' at the outliers, fp16
 
+With `unbiased` the correction is made in the frame that codes come back in, so that outliers stay exact.
 With rounding="feedback" or "trellis", u in the second line is what `quant.feedback` wants in its place; with
 "trellis" c is a path, see `quant.trellis`.
 
@@ -69,7 +70,7 @@ def quantise(x: torch.Tensor, spec: TensorSpec, tables: Tables) -> Coded:
     dense = coded._replace(codes=codes)
     if coded.positions is None:
         return dense
-    error = u - _dequantise_dense(dense, spec, tables)
+    error = _as_read(u, tables) - _dequantise_dense(dense, spec, tables)
     if spec.rank == "threshold":
         error = torch.where(u.abs() > 1, error, 0.0)
     return dense._replace(corrections=sparse.corrections(error, coded.positions))
@@ -90,6 +91,15 @@ def wanted(coded: Coded, spec: TensorSpec, tables: Tables) -> tuple[torch.Tensor
     return feedback.encode(u, ranges.factor(coded.step, spec, u.shape[-1]), base, inlier, tables, spec.span)
 
 
+def round_trip(
+    x: torch.Tensor, spec: TensorSpec, tables: Tables
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """x -> (v, v as its codes mean it, inlier mask or None)."""
+    v, inlier, coded = normalise(x, spec, tables)
+    codes, _ = _encode(v, coded, spec, tables)
+    return v, to_range(_dequantise_dense(coded._replace(codes=codes), spec, tables), coded, spec), inlier
+
+
 def dequantise(coded: Coded, spec: TensorSpec, tables: Tables) -> torch.Tensor:
     """Inverse of `quantise` up to the quantisation error: fp32 [..., P, H, D]."""
     if not spec.quantised:
@@ -97,7 +107,8 @@ def dequantise(coded: Coded, spec: TensorSpec, tables: Tables) -> torch.Tensor:
     u = _dequantise_dense(coded, spec, tables)
     if coded.positions is not None:
         u = sparse.merge(u, coded.positions, coded.corrections)
-    return unrotate(u * tables.scale + tables.zero, spec.rotation)
+    zero, scale = tables.read_frame
+    return unrotate(u * scale + zero, spec.rotation)
 
 
 def simulate(x: torch.Tensor, spec: TensorSpec, tables: Tables) -> torch.Tensor:
@@ -112,6 +123,13 @@ def simulate(x: torch.Tensor, spec: TensorSpec, tables: Tables) -> torch.Tensor:
     index = torch.arange(-(-tokens // PAGE) * PAGE, device=x.device).clamp_max(tokens - 1)
     pages = x.index_select(-3, index).unflatten(-3, (-1, PAGE))
     return dequantise(quantise(pages, spec, tables), spec, tables).flatten(-4, -3)[..., :tokens, :, :]
+
+
+def _as_read(u: torch.Tensor, tables: Tables) -> torch.Tensor:
+    """u in the frame that codes come back in."""
+    if tables.read_scale is None:
+        return u
+    return u * (tables.scale / tables.read_scale) + (tables.zero - tables.read_zero) / tables.read_scale
 
 
 def to_range(u: torch.Tensor, coded: Coded, spec: TensorSpec) -> torch.Tensor:

@@ -8,7 +8,8 @@ A cached element x goes through three steps, each named by one field of `TensorS
     levels   c  = index of the level nearest to v (tie: the lower one)
 
 and comes back as x' = (level[c] * step + base + correction) * scale + zero, turned back, where `correction` is
-non-zero for the sparse outliers only. H kv heads, D head dimension, P = 32 tokens per page.
+non-zero for the sparse outliers only. With `unbiased` it comes back in a frame of its own, read_scale and read_zero.
+H kv heads, D head dimension, P = 32 tokens per page.
 """
 
 from dataclasses import asdict, dataclass
@@ -46,6 +47,7 @@ class TensorSpec:
               ROOM times the share), "tails" (token: as many of the largest and smallest of every token)
     books     one table of levels per "layer", "head" or "channel"; tables cost nothing per token
     q_norm    KVQuant's Q-Norm: codes mean the fitted levels moved so that mean and spread of the inliers survive
+    unbiased  codes come back stretched about the mean of their channel (see fit/unbiased.py)
     """
 
     bits: int
@@ -60,6 +62,7 @@ class TensorSpec:
     rotation: str = "none"
     rounding: str = "nearest"
     q_norm: bool = False
+    unbiased: bool = False
 
     @property
     def quantised(self) -> bool:
@@ -128,6 +131,7 @@ class Tables(NamedTuple):
                  window; `levels` then only say which elements are outliers
     edges        fp32 [books, levels - 1], only with q_norm: between which numbers a code is chosen, rows strictly
                  increasing; without, the middles between the levels
+    read_zero, read_scale    fp32 [H, D], read_scale > 0, only with unbiased: the frame that codes come back in
     """
 
     zero: torch.Tensor
@@ -139,6 +143,13 @@ class Tables(NamedTuple):
     order: torch.Tensor | None = None
     trellis: torch.Tensor | None = None
     edges: torch.Tensor | None = None
+    read_zero: torch.Tensor | None = None
+    read_scale: torch.Tensor | None = None
+
+    @property
+    def read_frame(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(zero, scale) that codes come back in."""
+        return (self.zero, self.scale) if self.read_scale is None else (self.read_zero, self.read_scale)
 
     def to(self, device) -> "Tables":
         return Tables(*(None if t is None else t.to(device) for t in self))

@@ -129,6 +129,46 @@ def test_edges_that_cannot_be_are_refused(normed, edges, message):
         validate(replace(normed, layers={1: LayerTables(normed.layers[1].key, value)}))
 
 
+@pytest.fixture
+def unbiased(artifact) -> Artifact:
+    """Values with a read frame."""
+    spec = TensorSpec(2, "nuq", "norm", unbiased=True)
+    value = artifact.layers[1].value
+    value = value._replace(levels=value.levels[:1], read_zero=value.zero + 0.1, read_scale=1.5 * value.scale)
+    return replace(
+        artifact, spec=replace(artifact.spec, value=spec), layers={1: LayerTables(artifact.layers[1].key, value)}
+    )
+
+
+def test_a_read_frame_comes_back_to_the_last_bit(unbiased, tmp_path):
+    back = load_artifact(save_artifact(unbiased, tmp_path / "kvcalib.safetensors"))
+    assert back.spec == unbiased.spec
+    for field in ("read_zero", "read_scale"):
+        assert torch.equal(getattr(back.layers[1].value, field), getattr(unbiased.layers[1].value, field))
+        assert getattr(back.layers[1].key, field) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"read_zero": None}, "read_zero or read_scale is missing or not [2, 8]"),
+        ({"read_scale": torch.ones(2, 4)}, "read_zero or read_scale is missing or not [2, 8]"),
+        ({"read_scale": torch.zeros(2, 8)}, "read_zero or read_scale is not finite"),
+        ({"read_zero": torch.full((2, 8), torch.nan)}, "read_zero or read_scale is not finite"),
+    ],
+)
+def test_a_read_frame_that_cannot_be_is_refused(unbiased, change, message):
+    value = unbiased.layers[1].value._replace(**change)
+    with pytest.raises(ArtifactError, match=re.escape(f"layers.1.value: {message}")):
+        validate(replace(unbiased, layers={1: LayerTables(unbiased.layers[1].key, value)}))
+
+
+def test_a_read_frame_goes_with_unbiased_and_only_with_it(unbiased):
+    spec = replace(unbiased.spec.value, unbiased=False)
+    with pytest.raises(ArtifactError, match="layers.1.value: read_zero and read_scale are for unbiased=true"):
+        validate(replace(unbiased, spec=replace(unbiased.spec, value=spec)))
+
+
 def test_edges_go_with_q_norm_and_only_with_it(normed, tmp_path):
     without = replace(normed, spec=replace(normed.spec, value=replace(Q_NORM, q_norm=False)))
     with pytest.raises(ArtifactError, match="layers.1.value: edges are for q_norm=true"):
@@ -275,6 +315,9 @@ def test_a_damaged_file_is_refused_with_the_reason(path, change, message):
         ("key", {"outliers": -0.1}, "spec.key.outliers=-0.1"),
         ("key", {"outliers": None}, "spec.key.outliers=None"),
         ("key", {"q_norm": 1}, "spec.key.q_norm=1 must be true or false"),
+        ("key", {"unbiased": "yes"}, "spec.key.unbiased='yes' must be true or false"),
+        ("key", {"unbiased": True, "range": "group"}, "spec.key.unbiased=true needs levels nuq or mixed, range static"),
+        ("key", {"unbiased": True, "q_norm": True}, "rank error or range, and no q_norm"),
         ("key", {"q_norm": True, "rounding": "feedback"}, "spec.key.q_norm=true needs levels=nuq, rounding=nearest"),
         ("key", {"q_norm": True, "books": "channel"}, "rounding=nearest and books=layer or head"),
         ("value", {"q_norm": True}, "spec.value.q_norm=true needs levels=nuq, rounding=nearest"),

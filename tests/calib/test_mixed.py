@@ -13,6 +13,7 @@ from kvcalib.calib.outliers import outliers
 from kvcalib.errors import ConfigError
 from kvcalib.quant import codec
 from kvcalib.quant.page import PageLayout
+from kvcalib.quant.rotation import rotate
 from kvcalib.quant.spec import PAGE, CacheSpec, TensorSpec
 from tests.calib.conftest import SINK, calibrated, make_windows, quiet
 from tests.models.zoo import tiny
@@ -142,3 +143,27 @@ def test_widest_widths_of_keys_and_values_may_differ(model, folder, tmp_path):
     artifact = make(model, folder, tmp_path, CacheSpec(replace(KEY, bits=6), replace(VALUE, bits=3), 0, SINK), 3.9)
     assert max(int(layer.value.widths.max()) for layer in artifact.layers.values()) == 3
     assert max(int(layer.key.widths.max()) for layer in artifact.layers.values()) == 6
+
+
+@pytest.mark.parametrize("rounding", ["feedback", "trellis"])
+def test_unbiased_keys_and_values_come_back_without_shrinking(model, folder, tmp_path, rounding):
+    """The slope of what comes back over what went in, mean of all channels; the codes are the same."""
+    specs = [replace(spec, rounding=rounding, outliers=0.0) for spec in (KEY, VALUE)]
+    plain = make(model, folder, tmp_path / "plain", CacheSpec(*specs, 0, SINK), 2.2)
+    stretched = CacheSpec(*(replace(spec, unbiased=True) for spec in specs), 0, SINK)
+    unbiased = make(model, folder, tmp_path / "unbiased", stretched, 2.2)
+    for name, (low, high) in {"key": (0.3, 0.8), "value": (-0.1, 0.4)}.items():
+        before, after = (1 - _slope(artifact, folder, name) for artifact in (plain, unbiased))
+        assert before > 0.05
+        assert low * before < after < high * before, name
+
+
+def _slope(artifact, folder, name: str) -> float:
+    spec, slopes = getattr(artifact.spec, name), []
+    for index, layer in artifact.layers.items():
+        paths = sorted((folder / "fisher").glob("window_*"))
+        x = torch.cat([Reader(path, "fisher")[f"layers.{index}.{name}"].float() for path in paths])
+        back = codec.simulate(x, spec, getattr(layer, name))
+        x, back = (rotate(t - t.mean(0), spec.rotation) for t in (x, back))
+        slopes.append((x * back).sum(0) / x.square().sum(0))
+    return torch.stack(slopes).mean().item()

@@ -8,6 +8,7 @@ from kvcalib.calib.collect import FILE as STATISTICS
 from kvcalib.calib.files import Reader
 from kvcalib.calib.outliers import FILE, outliers
 from kvcalib.errors import ConfigError
+from kvcalib.quant.rotation import rotate
 from kvcalib.quant.spec import CacheSpec, TensorSpec
 from tests.calib.conftest import SINK, calibrated, make_windows
 from tests.models.zoo import tiny
@@ -68,6 +69,15 @@ def test_token_ranges_keep_the_proportions_of_channels(folder, tmp_path):
     assert (reader["layers.0.value.zero"] == 0).all()
     assert scale.unique().numel() == 1
     assert scale[0, 0] * 256 == torch.maximum(-low, high).max()
+
+
+@pytest.mark.parametrize("rotation", ["none", "hadamard"])
+def test_norms_are_taken_about_the_mean_of_every_channel(folder, tmp_path, rotation):
+    reader, _ = frames(folder, tmp_path, value=TensorSpec(3, "nuq", "norm", rotation=rotation))
+    mean = Reader(folder / "collect" / STATISTICS, "collect")["layers.0.value.mean"]
+    torch.testing.assert_close(reader["layers.0.value.zero"], rotate(mean, rotation))
+    assert mean.abs().max() > 0
+    assert reader["layers.0.value.scale"].unique().numel() == 1
 
 
 def test_fp8_uses_the_whole_of_e4m3(folder, tmp_path):

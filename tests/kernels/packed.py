@@ -90,6 +90,9 @@ def make_tables(spec: TensorSpec, heads: int, dim: int, g: torch.Generator) -> T
     if spec.q_norm:
         moved = (1.25 * tables.levels + 0.125).bfloat16().float()
         tables = tables._replace(levels=moved, edges=middles(tables.levels))
+    if spec.unbiased:
+        stretch = 1 + 0.2 * torch.rand(heads, dim, generator=g)
+        tables = tables._replace(read_zero=tables.zero + 0.05, read_scale=tables.scale * stretch)
     return _with_feedback(tables, g) if spec.feeds_back else tables
 
 

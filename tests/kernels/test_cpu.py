@@ -26,6 +26,10 @@ KEYS = {
     "static, per head": TensorSpec(3, "nuq", "static", rope="pre", books="head"),
     "static, per channel": TensorSpec(4, "nuq", "static", rope="pre", books="channel"),
     "q-norm": TensorSpec(2, "nuq", "static", rope="pre", outliers=0.02, rank="error", q_norm=True),
+    "unbiased": TensorSpec(3, "nuq", "static", rope="pre", outliers=0.02, rank="error", unbiased=True),
+    "trellis, unbiased": TensorSpec(
+        6, "mixed", "static", rope="pre", outliers=0.01, rank="error", rounding="trellis", unbiased=True
+    ),
     "fp8": TensorSpec(8, "fp8", "static", rope="post"),
     "mixed": TensorSpec(5, "mixed", "static", rope="pre", outliers=0.01, rank="error"),
     "mixed to 6": TensorSpec(6, "mixed", "static", rope="pre", outliers=0.01, rank="error"),
@@ -61,6 +65,8 @@ VALUES = {
     "mixed to 6": TensorSpec(6, "mixed", "norm", rotation="hadamard"),
     "mixed, per channel": TensorSpec(5, "mixed", "norm", books="channel", scope="head"),
     "trellis": TensorSpec(6, "mixed", "norm", rotation="hadamard", outliers=0.01, rank="error", rounding="trellis"),
+    "unbiased": TensorSpec(4, "nuq", "norm", rotation="hadamard", outliers=0.01, rank="error", unbiased=True),
+    "trellis, unbiased": TensorSpec(6, "mixed", "norm", rotation="hadamard", rounding="trellis", unbiased=True),
     "trellis, static": TensorSpec(6, "mixed", "static", rounding="trellis"),
     "trellis, token": TensorSpec(6, "mixed", "token", scope="head", rounding="trellis"),
     "trellis, group": TensorSpec(6, "mixed", "group", group=8, rounding="trellis"),

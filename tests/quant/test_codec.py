@@ -54,6 +54,25 @@ def test_outliers_are_those_that_moved_levels_miss_most():
     assert dequantise(coded, spec, tables)[5:7, 0, 1].tolist() == [1.25, 0.0]
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "feedback"])
+def test_a_read_frame_changes_what_codes_mean_and_leaves_outliers_exact(rounding):
+    plain = _tables(1, 8, torch.linspace(-1, 1, 4).bfloat16())._replace(weight=torch.ones(1, 8))
+    if rounding == "feedback":
+        plain = plain._replace(feedback=torch.zeros(1, 8, 8), order=torch.arange(8, dtype=torch.int16)[None])
+    stretched = plain._replace(read_zero=plain.zero + 0.5, read_scale=1.25 * plain.scale)
+    spec = TensorSpec(2, "nuq", "static", outliers=8 / (PAGE * 8), rank="error", rounding=rounding)
+    x = torch.randn(PAGE, 1, 8, generator=torch.Generator().manual_seed(0))
+    before, after = quantise(x, spec, plain), quantise(x, replace(spec, unbiased=True), stretched)
+    assert torch.equal(before.codes, after.codes)
+    assert torch.equal(before.positions, after.positions)
+    dense = before._replace(positions=None, corrections=None)
+    levels = (dequantise(dense, spec, plain) - plain.zero) / plain.scale
+    back = dequantise(after, spec, stretched)
+    exact = torch.zeros(8 * PAGE, dtype=torch.bool).index_fill(0, after.positions, True).view(8, PAGE).T.unsqueeze(1)
+    torch.testing.assert_close(back[exact], x[exact], atol=5e-3, rtol=0)
+    torch.testing.assert_close(back[~exact], (levels * stretched.read_scale + stretched.read_zero)[~exact])
+
+
 @pytest.mark.parametrize("scope", ["layer", "head", "channels"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_uniform_per_token_is_round_to_nearest_of_min_max(scope, bits):

@@ -28,7 +28,7 @@ class CPackSide(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("range", "scope", "group", "outliers")),
         *((name, c_int32) for name in ("by_error", "steps", "hadamard", "span", "bits", "unused")),
-        *((name, c_void_p) for name in ("zero", "scale", "weight", "levels", "edges")),
+        *((name, c_void_p) for name in ("zero", "scale", "stretch", "shift", "weight", "levels", "edges")),
         *((name, c_void_p) for name in ("table", "entries", "feedback", "order", "trellis", "widths")),
     ]
 
@@ -71,6 +71,9 @@ class PackPlan:
         side.outliers, side.by_error = spec.outliers_per_page(heads, dim), spec.ranks_by_error
         side.steps = tables.levels.shape[-1] - 1 if spec.levels == "uniform" else 0
         side.hadamard = largest_power_of_two(dim) if spec.rotation == "hadamard" else 0
+        if spec.unbiased and spec.outliers > 0:
+            self._point(side, "stretch", (tables.scale / tables.read_scale).float())
+            self._point(side, "shift", ((tables.zero - tables.read_zero) / tables.read_scale).float())
         if spec.ranks_by_error:
             self._point(side, "weight", tables.weight.float())
         if spec.feeds_back:

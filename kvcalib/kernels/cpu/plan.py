@@ -125,9 +125,10 @@ class Plan:
         for section in ("step", "base", "corrections", "positions", "rows", "codes"):
             found = layout.sections.get(f"{name}_{section}")
             setattr(side, f"{section}_at", -1 if found is None else found.offset)
-        for frame in ("zero", "scale"):
-            padded = torch.nn.functional.pad(getattr(tables, frame).float(), (0, side.padded - dim))
-            self._point(side, frame, padded, f"{name}_{frame}")
+        for frame, numbers in zip(("zero", "scale"), tables.read_frame, strict=True):
+            self._point(
+                side, frame, torch.nn.functional.pad(numbers.float(), (0, side.padded - dim)), f"{name}_{frame}"
+            )
         runs = _all_runs(name, layout, self.struct.rotating)
         if spec.quantised:
             side.trellis = spec.rounding == "trellis"
@@ -223,7 +224,8 @@ def _entries(name: str, run: Run, tables: Tables, folded: bool | None, entries: 
     own = levels[(run.head * dim + channels) * levels.shape[0] // (heads * dim)]
     own = torch.cat([own, own[:, -1:].expand(-1, 2 ** (own.shape[1] - 1).bit_length() - own.shape[1])], dim=1)
     if folded:
-        own = own * tables.scale.cpu()[run.head, channels, None] + tables.zero.cpu()[run.head, channels, None]
+        zero, scale = (frame.cpu()[run.head, channels, None] for frame in tables.read_frame)
+        own = own * scale + zero
     return own.repeat(1, entries // own.shape[1]).flatten()
 
 

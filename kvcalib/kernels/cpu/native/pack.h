@@ -14,7 +14,9 @@ struct PackSide {
   int32_t hadamard;            // size of the blocks that rotate, 0 for none
   int32_t span;                // tokens that a trellis connects
   int32_t bits, unused;        // bits: the widest width of a trellis
-  const float *zero, *scale, *weight;
+  const float *zero, *scale;
+  const float *stretch, *shift;   // [H, D]: u * stretch + shift is u in the frame it comes back in; null: the same
+  const float* weight;
   const float* levels;         // tables end to end
   const float* edges;          // halfway between a level and the next, at the index of the lower one
   const int32_t* table;        // [H, D]: where the channel's table begins

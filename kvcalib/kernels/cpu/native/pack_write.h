@@ -25,7 +25,8 @@ void write_outliers(const Layer& layer, const Side& side, const PackSide& pack, 
     for (int t = 0; t < kPage; ++t) {
       if (!a.outlier[c * kPage + t]) continue;
       const uint16_t position = static_cast<uint16_t>(channel * kPage + t);
-      put_half(page + side.corrections_at + 2 * rank, wanted[c * kPage + t] - coded[t]);
+      const float own = wanted[c * kPage + t], read = pack.stretch ? own * pack.stretch[c] + pack.shift[c] : own;
+      put_half(page + side.corrections_at + 2 * rank, read - coded[t]);
       std::memcpy(page + side.positions_at + 2 * rank, &position, 2);
       ++rank;
     }
