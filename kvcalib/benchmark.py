@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvcalib import records
+from kvcalib import reads, records
 from kvcalib.planner import Task
 from kvcalib.session import Session
 from kvcalib.settings import plain
@@ -57,12 +57,13 @@ def _calibrating(session: Session, count: int) -> tuple:
     settings, windows = session.settings, session.calibration
     windows = replace(windows, ids=windows.ids[:count])
     tokens = settings.data.sample * len(windows.ids) // settings.data.windows
+    options = reads.gradients(settings) | {"seed": settings.seed}
 
     def measure() -> None:
         with TemporaryDirectory() as folder:
             to = {"sink": settings.quant.sink, "out": Path(folder), "progress": lambda items, *_: items}
             collect(session.model, session.rotary, windows, **to)
-            fisher(session.model, session.rotary, windows, tokens=tokens, **to)
+            fisher(session.model, session.rotary, windows, tokens=tokens, **to, **options)
 
     return windows.ids, measure
 

@@ -50,6 +50,8 @@ def problems(settings: Settings) -> Iterator[str]:
     yield from _at_least("quant.window", settings.quant.window, 0)
     yield from _at_least("quant.sink", settings.quant.sink, 0)
     yield from _budget_problems(settings.quant)
+    if not 0 <= settings.quant.repeat <= 1:
+        yield f"quant.repeat={settings.quant.repeat:g} must be a share of the windows between 0 and 1"
     yield from _eval_problems(settings)
     yield from _bench_problems(settings)
 

@@ -80,7 +80,13 @@ def collect(settings: Settings) -> dict:
 def fisher(settings: Settings) -> dict:
     kept = collect(settings)
     kept["data"]["sample"] = settings.data.sample
+    kept["quant"] |= gradients(settings)
     return kept
+
+
+def gradients(settings: Settings) -> dict:
+    """What is differentiated."""
+    return {"labels": settings.quant.labels.value, "repeat": settings.quant.repeat}
 
 
 def outliers(settings: Settings) -> dict:

@@ -37,6 +37,7 @@ Books = _choice("Books", "layer", "head", "channel")
 Rank = _choice("Rank", "error", "range", "threshold", "tails")
 Rotation = _choice("Rotation", "none", "hadamard")
 Rounding = _choice("Rounding", "nearest", "feedback", "trellis")
+Labels = _choice("Labels", "text", "model")
 Library = _choice("Library", "quanto", "hqq")
 Solver = _choice("Solver", "kmeans", "exact")
 Timed = _choice("Timed", "quant", "group4", "group2", "post4")
@@ -98,7 +99,10 @@ class TensorSettings:
 
 @dataclass
 class QuantSettings:
-    """Format of the cache; `window` recent and `sink` first tokens stay exact; `budget` is for levels=mixed."""
+    """Format of the cache; `window` recent and `sink` first tokens stay exact; `budget` is for levels=mixed.
+
+    labels, repeat: what the gradients are of, which say what matters.
+    """
 
     name: str
     key: TensorSettings
@@ -106,6 +110,8 @@ class QuantSettings:
     window: int
     sink: int
     budget: float | None
+    labels: Labels
+    repeat: float
 
 
 @dataclass

@@ -42,6 +42,8 @@ def _fisher(session: Session, task: Task) -> dict:
         session.calibration,
         sink=session.settings.quant.sink,
         tokens=session.settings.data.sample,
+        **reads.gradients(session.settings),
+        seed=session.settings.seed,
         out=task.out,
         progress=task.progress,
     )

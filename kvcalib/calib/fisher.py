@@ -1,11 +1,21 @@
 """Stage fisher: a sample of keys and values with the gradient of the loss at the same elements.
 
-One forward and one backward pass per window; nothing else has a gradient but K and V. The loss is
-the SUM over tokens of next-token cross entropy in float32, so an element's gradient does not depend
-on the window's length. Gradients are kept signed, in bfloat16 (float32's exponents), and squared
-where they are used: squares of 1e-6 vanish in float16. Taken at what `cache.update` returns, a
-gradient already sums over the query heads that share a kv head, and is turned back to before rotary
-embedding along with its key.
+One forward and one backward pass per window; nothing else has a gradient but K and V. Gradients
+are kept signed, in bfloat16 (float32's exponents), and squared where they are used: squares of 1e-6
+vanish in float16. Taken at what `cache.update` returns, a gradient already sums over the query heads
+that share a kv head, and is turned back to before rotary embedding along with its key. Of what:
+
+    labels="text"    the SUM over tokens of the cross entropy of the text's next token, as KVQuant takes it
+                     (squared, the "empirical Fisher")
+    labels="model"   the product of all logits with one random draw of `label_noise`
+
+What an error e of the cache does to the predictions is, to second order, KL = e^T F e / 2, F = J^T (diag(p) - p p^T) J
+the Fisher information, J the derivatives of the logits by the cache. The mean of squares and products of gradients is
+F where labels are drawn from the model, each token's on its own, so that what different tokens want does not mix; with
+those of the text it is something else (Kunstner et al., arXiv 1905.12558), louder where the model happens to be wrong.
+
+Ordinary text hardly asks for what stands far back, so nothing would tell the heads that look it up from others. In a
+share of the windows (`repeat`) the second half is therefore the first once more.
 
 Kept are whole pages (32 tokens, counted after the sink, as run time cuts them), evenly spaced over
 all windows, so that ranges over tokens can be measured on the sample as run time measures them.
@@ -28,12 +38,16 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from kvcalib.calib import files, taps
+from kvcalib.data.windows import with_repeats
 from kvcalib.errors import ConfigError, UnsupportedModel
 from kvcalib.quant.rope import pull_back, to_pre_rope
 from kvcalib.quant.spec import PAGE
 
 if TYPE_CHECKING:
     from kvcalib.data.windows import Windows
+
+_ROWS = 64
+"""Tokens whose probabilities are held in float32 at a time."""
 
 
 def file_name(window: int) -> str:
@@ -48,9 +62,14 @@ def fisher(
     sink: int,
     tokens: int,
     out: Path,
+    labels: str = "text",
+    repeat: float = 0.0,
+    seed: int = 0,
     progress: taps.Progress = taps.progress_bar,
 ) -> dict:
     """Keeps `tokens` per layer. Writes one file per window into `out`, returns the summary.
+
+    labels: "text" or "model"; repeat: share of windows whose second half repeats the first; seed: of the draws.
 
     Raises UnsupportedModel for layers without keys or without influence on the loss, ConfigError
     for windows shorter than a page and for gradients that are not finite.
@@ -58,11 +77,13 @@ def fisher(
     number, length = windows.ids.shape
     taps.check_length(rotary, length)
     chosen = sampled_tokens(number, length, sink=sink, tokens=tokens)
+    texts = with_repeats(windows.ids, repeat)
     power: dict[str, float] = {}
     loss_sum = 0.0
     with taps.frozen(model):
         for window in progress(list(chosen), len(chosen), "fisher"):
-            loss, leaves = _backward(model, windows.ids[window], rotary)
+            draw = None if labels == "text" else seed + window
+            loss, leaves = _backward(model, texts[window], rotary, draw)
             loss_sum += loss
             tensors = _sample(leaves, rotary, chosen[window])
             _add_power(power, tensors)
@@ -100,8 +121,26 @@ def sampled_tokens(windows: int, length: int, *, sink: int, tokens: int) -> dict
     return chosen
 
 
-def _backward(model, ids: torch.Tensor, rotary: taps.Rotary) -> tuple[float, dict]:
-    """Loss of one window and {layer: (key, value, key gradient, value gradient)}, [1, H, T, D]."""
+def label_noise(logits: torch.Tensor, seed: int) -> torch.Tensor:
+    """Logits [T, V] -> [T, V], random: mean 0, covariance diag(p) - p p^T in every row, nothing between rows.
+
+    p - onehot(y) with a label y drawn from p has the same moments, but is next to nothing almost always where the
+    model is sure, and large now and then; a normal vector needs fewer tokens.
+    """
+    generator = torch.Generator(logits.device).manual_seed(seed)
+    noise = torch.empty_like(logits)
+    for rows, out in zip(logits.split(_ROWS), noise.split(_ROWS), strict=True):
+        p = rows.float().softmax(-1)
+        normal = p.sqrt() * torch.randn(p.shape, generator=generator, device=p.device)
+        out.copy_(normal - p * normal.sum(-1, keepdim=True))
+    return noise
+
+
+def _backward(model, ids: torch.Tensor, rotary: taps.Rotary, draw: int | None) -> tuple[float, dict]:
+    """Loss of one window and {layer: (key, value, key gradient, value gradient)}, [1, H, T, D].
+
+    draw: seed of the label noise; None takes the text's own labels.
+    """
     inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def on_kv(layer: int, key: torch.Tensor, value: torch.Tensor):
@@ -115,7 +154,10 @@ def _backward(model, ids: torch.Tensor, rotary: taps.Rotary) -> tuple[float, dic
         target = ids[1:].to(logits.device)
         loss = cross_entropy(logits[:-1].float(), target, reduction="sum")
         flat = [x for pair in inputs.values() for x in pair]
-        grads = torch.autograd.grad(loss, flat, allow_unused=True)
+        if draw is None:
+            grads = torch.autograd.grad(loss, flat, allow_unused=True)
+        else:
+            grads = torch.autograd.grad(logits, flat, label_noise(logits.detach(), draw), allow_unused=True)
     deaf = sorted({layer for layer, g in zip(_twice(inputs), grads, strict=True) if g is None})
     if deaf:
         raise UnsupportedModel(f"keys or values of layers {deaf} have no influence on the loss")

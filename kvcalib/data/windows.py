@@ -83,6 +83,20 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
+def with_repeats(ids: torch.Tensor, share: float) -> torch.Tensor:
+    """ids [count, length] -> the same, a share of the windows, evenly spread, with their second half like their first.
+
+    The first token stays alone: it may be a BOS.
+    """
+    count, length = ids.shape
+    chosen, half = round(share * count), (length - 1) // 2
+    repeated = ids.clone()
+    for place in range(chosen):
+        window = (2 * place + 1) * count // (2 * chosen)
+        repeated[window, length - half :] = ids[window, length - 2 * half : length - half]
+    return repeated
+
+
 def _check(count: int, length: int, max_length: int | None) -> None:
     if count < 1 or length < 2:
         raise ConfigError(
