@@ -32,6 +32,8 @@ def test_all_problems_are_reported_together(settings):
         ("stage.run", ["calibrate"], "must list some of collect"),
         ("stage.run", [], "must list some of collect"),
         ("quant.window", -1, "quant.window=-1"),
+        ("quant.repeat", 1.5, "quant.repeat=1.5 must be a share of the windows between 0 and 1"),
+        ("quant.repeat", float("nan"), "quant.repeat=nan must be a share"),
         ("quant.key.rope", Rope.none, "quant.key.rope=none must be one of: pre, post"),
         ("quant.value.rope", Rope.pre, "quant.value.rope=pre must be one of: none"),
         ("quant.key.outliers", 0.5, "quant.key.outliers=0.5 must be a share"),

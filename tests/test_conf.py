@@ -79,6 +79,12 @@ def test_inherited_formats_differ_only_where_they_say():
     assert (kivi.value.scope.value, kivi.value.group, kivi.sink) == ("channels", 32, 0)
 
 
+def test_kvquant_takes_the_gradients_that_it_published():
+    for name, labels, repeat in [("kvquant3", "text", 0), ("nuq3", "text", 0), ("mixed2", "model", 0.25)]:
+        quant = settings_of(f"quant={name}").quant
+        assert (quant.labels.value, quant.repeat) == (labels, repeat)
+
+
 def test_experiment_beats_config_and_command_line_beats_both():
     assert settings_of("experiment=smoke").data.windows == 4
     settings = settings_of("experiment=smoke", "data.windows=5", "name=mine")

@@ -6,7 +6,7 @@ import pytest
 
 from kvcalib.checks import check
 from kvcalib.planner import Planner
-from kvcalib.settings import Device, Levels, Range
+from kvcalib.settings import Device, Labels, Levels, Range
 from kvcalib.stages import TABLE, _shipped, _spec
 
 NAMES = [stage.name for stage in TABLE]
@@ -29,6 +29,8 @@ def test_the_table_is_in_order_of_dependence():
         ("data.windows", 3, ["collect", "fisher"]),
         ("data.sample", 64, ["fisher", "codebooks"]),
         ("quant.sink", 0, ["collect", "fisher"]),
+        ("quant.labels", Labels.model, ["fisher", "codebooks"]),
+        ("quant.repeat", 0.5, ["fisher", "codebooks"]),
         ("quant.key.outliers", 0.02, ["outliers", "codebooks"]),
         ("quant.key.levels", Levels.nf, ["outliers", "codebooks"]),
         ("quant.key.bits", 4, ["outliers", "codebooks", "export"]),

@@ -1,12 +1,15 @@
 """Gradients against finite differences, and the sample against what it says it is."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 from kvcalib.calib import taps
 from kvcalib.calib.files import Reader
-from kvcalib.calib.fisher import file_name, fisher, sampled_tokens
+from kvcalib.calib.fisher import file_name, fisher, label_noise, sampled_tokens
+from kvcalib.data.windows import with_repeats
 from kvcalib.errors import ConfigError
 from kvcalib.models.rotary import rotary
 from kvcalib.quant.rope import to_post_rope, to_pre_rope
@@ -16,13 +19,18 @@ from tests.models.zoo import tiny
 STEP = 5e-3  # large against the float32 of the norms, small against keys of order one
 
 
-def run_fisher(model, windows, out, *, tokens=1 << 20):
-    summary = fisher(model, rotary(model), windows, sink=SINK, tokens=tokens, out=out, progress=quiet)
+def run_fisher(model, windows, out, *, tokens=1 << 20, **options):
+    summary = fisher(model, rotary(model), windows, sink=SINK, tokens=tokens, out=out, progress=quiet, **options)
     return summary, [Reader(path, "fisher") for path in sorted(out.glob("window_*"))]
 
 
-def nudged_loss(model, ids, *, layer, name, at, step) -> float:
-    """Summed loss with one element [token, head, channel] of the stored tensor moved by `step`."""
+def nudged_loss(model, ids, **nudge) -> float:
+    logits = nudged_logits(model, ids, **nudge)
+    return cross_entropy(logits[:-1].double(), ids[1:], reduction="sum").item()
+
+
+def nudged_logits(model, ids, *, layer, name, at, step) -> torch.Tensor:
+    """With one element [token, head, channel] of the stored tensor moved by `step`."""
     infos = rotary(model)
 
     def on_kv(index, key, value):
@@ -40,8 +48,7 @@ def nudged_loss(model, ids, *, layer, name, at, step) -> float:
         return key + delta.transpose(0, 1)[None], value
 
     with torch.no_grad():
-        logits = taps.run(model, ids, on_kv, infos, head=True).logits[0]
-    return cross_entropy(logits[:-1].double(), ids[1:], reduction="sum").item()
+        return taps.run(model, ids, on_kv, infos, head=True).logits[0]
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-yarn", "qwen3", "gpt_neox", "cohere", "gemma2"])
@@ -63,6 +70,51 @@ def test_gradient_is_a_finite_difference(family, name, tmp_path):
 def _largest(gradient):
     flat = gradient.abs().argmax()
     return tuple(int(i) for i in torch.unravel_index(flat, gradient.shape))
+
+
+def test_noise_has_the_moments_of_labels_drawn_from_the_model():
+    logits = torch.tensor([[4.0, 3.0, 0.0, 1.0, -torch.inf], [0.0, 0.5, 0.0, -1.0, 0.0]])
+    draws = label_noise(logits.repeat(50_000, 1), 0).unflatten(0, (-1, 2))
+    for row, p in zip(draws.unbind(1), logits.softmax(-1), strict=True):
+        torch.testing.assert_close(row.mean(0), torch.zeros(5), atol=0.01, rtol=0)
+        torch.testing.assert_close(row.T @ row / len(row), p.diag() - p.outer(p), atol=0.01, rtol=0)
+        assert (row.sum(-1).abs() < 1e-5).all()  # logits have no level
+    first, second = draws.unbind(1)
+    torch.testing.assert_close(first.T @ second / len(first), torch.zeros(5, 5), atol=0.01, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_squared_gradients_of_the_model_s_labels_are_what_errors_cost(name, tmp_path):
+    model, windows = tiny("llama").double(), make_windows(1, 40)
+    draws = SimpleNamespace(ids=windows.ids.expand(400, -1), hash="draws")
+    _, readers = run_fisher(model, draws, tmp_path, labels="model")
+    squares = torch.stack([reader[f"layers.0.{name}_grad"].double().square() for reader in readers]).mean(0)
+    token, head, channel = _largest(squares)
+    nudge = {"layer": 0, "name": name, "at": (SINK + token, head, channel)}
+    exact, moved = (nudged_logits(model, windows.ids[0], **nudge, step=step).log_softmax(-1) for step in (0, 0.01))
+    cost = (exact.exp() * (exact - moved)).sum().item()
+    assert squares[token, head, channel].item() == pytest.approx(2 * cost / 0.01**2, rel=0.35)  # 400 draws: 7%
+
+
+def test_draws_follow_the_seed(llama, tmp_path):
+    def gradient(folder, seed):
+        _, (reader,) = run_fisher(llama, make_windows(1), tmp_path / folder, labels="model", seed=seed)
+        return reader["layers.1.key_grad"]
+
+    first, again, other = gradient("a", 0), gradient("b", 0), gradient("c", 1)
+    assert torch.equal(first, again)
+    assert not torch.allclose(first, other)
+
+
+def test_windows_that_repeat_are_sampled_as_they_are_run(llama, tmp_path):
+    windows = make_windows(2)
+    _, found = run_fisher(llama, windows, tmp_path / "a", repeat=0.5)
+    told = SimpleNamespace(ids=with_repeats(windows.ids, 0.5), hash=windows.hash)
+    assert not torch.equal(told.ids, windows.ids)
+    _, expected = run_fisher(llama, told, tmp_path / "b")
+    for one, other in zip(found, expected, strict=True):
+        for field in ("layers.1.key", "layers.1.value_grad"):
+            assert torch.equal(one[field], other[field])
 
 
 def keeping(found: dict):
@@ -167,8 +219,9 @@ def test_windows_shorter_than_a_page_are_refused():
         sampled_tokens(3, 35, sink=4, tokens=64)
 
 
-def test_gradients_that_are_not_finite_are_refused(tmp_path):
+@pytest.mark.parametrize("labels", ["text", "model"])
+def test_gradients_that_are_not_finite_are_refused(labels, tmp_path):
     model = tiny("llama")
     model.lm_head.weight.data[5] = float("inf")
     with pytest.raises(ConfigError, match=r"model\.dtype"):
-        run_fisher(model, make_windows(1), tmp_path)
+        run_fisher(model, make_windows(1), tmp_path, labels=labels)

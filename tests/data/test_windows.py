@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcalib.data.windows import leading_bos, make_windows, tokenizer_identity
+from kvcalib.data.windows import leading_bos, make_windows, tokenizer_identity, with_repeats
 from kvcalib.errors import ConfigError
 from kvcalib.models.tiny import byte_tokenizer
 
@@ -68,6 +68,28 @@ def test_bos_of_the_tokenizer_starts_every_window_once(order):
 def test_no_bos_where_the_tokenizer_adds_none():
     assert leading_bos(byte_tokenizer()) is None
     assert byte_tokenizer().bos_token_id not in make().ids
+
+
+@pytest.mark.parametrize("length", [9, 10, 2, 1])
+def test_a_window_that_repeats_says_everything_twice_but_its_start(length):
+    ids = torch.arange(2 * length).view(2, length)
+    half = (length - 1) // 2
+    repeated = with_repeats(ids, 1.0)
+    for before, after in zip(ids, repeated, strict=True):
+        assert torch.equal(after[: length - half], before[: length - half])
+        assert torch.equal(after[length - half :], before[length - 2 * half : length - half])
+        assert after[0] not in after[1:]
+    assert ids.flatten().tolist() == list(range(2 * length))  # the argument stays
+
+
+@pytest.mark.parametrize(
+    ("count", "share", "chosen"),
+    [(8, 0.25, [2, 6]), (8, 0, []), (3, 1, [0, 1, 2]), (1, 0.25, []), (16, 0.25, [2, 6, 10, 14]), (5, 0.4, [1, 3])],
+)
+def test_windows_that_repeat_are_a_share_evenly_spread(count, share, chosen):
+    ids = torch.arange(count * 20).view(count, 20)
+    changed = (with_repeats(ids, share) != ids).any(-1)
+    assert changed.nonzero().flatten().tolist() == chosen
 
 
 def test_too_few_tokens_names_both_counts():
