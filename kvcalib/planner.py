@@ -9,11 +9,12 @@ For each selected stage, and for every prerequisite that is missing:
     none                                         run
     different fingerprint                        run again, if it is the one stage that the user named, one made
                                                  from finished results only, or a prerequisite that differs in
-                                                 `quant.*` alone (made of the same measurements); else refused
-                                                 with a sentence
+                                                 `quant.*` alone (another format of the same model and
+                                                 text); else refused with a sentence
 
 `stage.force=true` turns the refusal of selected stages into running again; where nothing has changed, it runs the
-selected stages again. So a change of format costs what depends on it, and measuring the model stays.
+selected stages again. So a change of format costs what depends on it; the model is measured again where the new format
+wants other measurements.
 """
 
 from __future__ import annotations
@@ -188,10 +189,11 @@ class Planner:
     def _refusal(self, refused: Stage, stage: Stage, found: Found) -> str:
         """refused: the stage that may not be redone; stage: the earliest one that has changed, which causes it."""
         if refused.name not in self.selected and self._differs_in_format(refused, self.found(refused.name)):
+            kept = ", which measures the model no second time" if stage.needs else ""
             return (
                 f"stage {refused.name} of {self.run_dir} is there for another format "
                 f"({self._changes(stage, found)}), and {' or '.join(self.selected)} judges what is there: type "
-                f"stage={refused.name} first, which measures the model no second time, or give name=... for a new run"
+                f"stage={refused.name} first{kept}, or give name=... for a new run"
             )
         replace = "stage.force=true" if stage.name in self.selected else "stage=all stage.force=true"
         return (

@@ -85,7 +85,7 @@ def fisher(settings: Settings) -> dict:
 
 
 def gradients(settings: Settings) -> dict:
-    """What is differentiated."""
+    """Whose labels stage fisher takes, and of which text: arguments of its own."""
     return {"labels": settings.quant.labels.value, "repeat": settings.quant.repeat}
 
 

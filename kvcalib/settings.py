@@ -101,7 +101,7 @@ class TensorSettings:
 class QuantSettings:
     """Format of the cache; `window` recent and `sink` first tokens stay exact; `budget` is for levels=mixed.
 
-    labels, repeat: what the gradients are of, which say what matters.
+    labels: whose next tokens gradients are taken for; repeat: share of windows whose second half repeats the first.
     """
 
     name: str

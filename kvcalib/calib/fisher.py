@@ -1,4 +1,4 @@
-"""Stage fisher: a sample of keys and values with the gradient of the loss at the same elements.
+"""Stage fisher: a sample of keys and values with the gradient of the loss, or of predictions, at the same elements.
 
 One forward and one backward pass per window; nothing else has a gradient but K and V. Gradients
 are kept signed, in bfloat16 (float32's exponents), and squared where they are used: squares of 1e-6
@@ -7,7 +7,7 @@ that share a kv head, and is turned back to before rotary embedding along with i
 
     labels="text"    the SUM over tokens of the cross entropy of the text's next token, as KVQuant takes it
                      (squared, the "empirical Fisher")
-    labels="model"   the product of all logits with one random draw of `label_noise`
+    labels="model"   the scalar product of all logits with one random draw of `label_noise`
 
 What an error e of the cache does to the predictions is, to second order, KL = e^T F e / 2, F = J^T (diag(p) - p p^T) J
 the Fisher information, J the derivatives of the logits by the cache. The mean of squares and products of gradients is
@@ -15,7 +15,8 @@ F where labels are drawn from the model, each token's on its own, so that what d
 those of the text it is something else (Kunstner et al., arXiv 1905.12558), louder where the model happens to be wrong.
 
 Ordinary text hardly asks for what stands far back, so nothing would tell the heads that look it up from others. In a
-share of the windows (`repeat`) the second half is therefore the first once more.
+share of the windows (`repeat`) the second half is therefore the first once more, for the sampled values as for the
+gradients. (KVzip, arXiv 2505.23416, finds what to keep of a cache by having the model repeat its context.)
 
 Kept are whole pages (32 tokens, counted after the sink, as run time cuts them), evenly spaced over
 all windows, so that ranges over tokens can be measured on the sample as run time measures them.
@@ -62,14 +63,15 @@ def fisher(
     sink: int,
     tokens: int,
     out: Path,
-    labels: str = "text",
-    repeat: float = 0.0,
-    seed: int = 0,
+    labels: str,
+    repeat: float,
+    seed: int,
     progress: taps.Progress = taps.progress_bar,
 ) -> dict:
     """Keeps `tokens` per layer. Writes one file per window into `out`, returns the summary.
 
-    labels: "text" or "model"; repeat: share of windows whose second half repeats the first; seed: of the draws.
+    labels: "text" or "model"; repeat: share of the windows whose second half repeats the first; seed: of the draws.
+    The loss in the summary is per token, with the text's own labels, of the windows as they are run.
 
     Raises UnsupportedModel for layers without keys or without influence on the loss, ConfigError
     for windows shorter than a page and for gradients that are not finite.
@@ -77,13 +79,14 @@ def fisher(
     number, length = windows.ids.shape
     taps.check_length(rotary, length)
     chosen = sampled_tokens(number, length, sink=sink, tokens=tokens)
-    texts = with_repeats(windows.ids, repeat)
+    assert labels in ("text", "model"), labels
+    texts, repeated = with_repeats(windows.ids[list(chosen)], repeat)
     power: dict[str, float] = {}
     loss_sum = 0.0
     with taps.frozen(model):
-        for window in progress(list(chosen), len(chosen), "fisher"):
-            draw = None if labels == "text" else seed + window
-            loss, leaves = _backward(model, texts[window], rotary, draw)
+        for window, ids in progress(list(zip(chosen, texts, strict=True)), len(chosen), "fisher"):
+            noise_seed = None if labels == "text" else seed << 20 | window
+            loss, leaves = _backward(model, ids, rotary, noise_seed)
             loss_sum += loss
             tensors = _sample(leaves, rotary, chosen[window])
             _add_power(power, tensors)
@@ -94,6 +97,7 @@ def fisher(
     layers = {i: {t: power[f"layers.{i}.{t}"] / len(chosen) for t in ("key", "value")} for i in sorted(rotary)}
     return {
         "windows": len(chosen),
+        "repeated": repeated,
         "tokens": kept,
         "loss": per_token,
         "mean_square_gradient": layers,
@@ -124,8 +128,8 @@ def sampled_tokens(windows: int, length: int, *, sink: int, tokens: int) -> dict
 def label_noise(logits: torch.Tensor, seed: int) -> torch.Tensor:
     """Logits [T, V] -> [T, V], random: mean 0, covariance diag(p) - p p^T in every row, nothing between rows.
 
-    p - onehot(y) with a label y drawn from p has the same moments, but is next to nothing almost always where the
-    model is sure, and large now and then; a normal vector needs fewer tokens.
+    p - onehot(y) with a label y drawn from p has the same first two moments, but where the model is sure it is next to
+    nothing almost always, and large now and then.
     """
     generator = torch.Generator(logits.device).manual_seed(seed)
     noise = torch.empty_like(logits)
@@ -136,10 +140,10 @@ def label_noise(logits: torch.Tensor, seed: int) -> torch.Tensor:
     return noise
 
 
-def _backward(model, ids: torch.Tensor, rotary: taps.Rotary, draw: int | None) -> tuple[float, dict]:
+def _backward(model, ids: torch.Tensor, rotary, noise_seed: int | None) -> tuple[float, dict]:
     """Loss of one window and {layer: (key, value, key gradient, value gradient)}, [1, H, T, D].
 
-    draw: seed of the label noise; None takes the text's own labels.
+    noise_seed: None takes the text's own labels.
     """
     inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -152,12 +156,13 @@ def _backward(model, ids: torch.Tensor, rotary: taps.Rotary, draw: int | None) -
     with torch.enable_grad():
         logits = taps.run(model, ids, on_kv, rotary, head=True).logits[0]
         target = ids[1:].to(logits.device)
-        loss = cross_entropy(logits[:-1].float(), target, reduction="sum")
+        judged = logits if noise_seed is None else logits.detach()
+        loss = cross_entropy(judged[:-1].float(), target, reduction="sum")
         flat = [x for pair in inputs.values() for x in pair]
-        if draw is None:
+        if noise_seed is None:
             grads = torch.autograd.grad(loss, flat, allow_unused=True)
         else:
-            grads = torch.autograd.grad(logits, flat, label_noise(logits.detach(), draw), allow_unused=True)
+            grads = torch.autograd.grad(logits, flat, label_noise(judged, noise_seed), allow_unused=True)
     deaf = sorted({layer for layer, g in zip(_twice(inputs), grads, strict=True) if g is None})
     if deaf:
         raise UnsupportedModel(f"keys or values of layers {deaf} have no influence on the loss")

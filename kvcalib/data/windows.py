@@ -83,18 +83,18 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
-def with_repeats(ids: torch.Tensor, share: float) -> torch.Tensor:
-    """ids [count, length] -> the same, a share of the windows, evenly spread, with their second half like their first.
+def with_repeats(ids: torch.Tensor, share: float) -> tuple[torch.Tensor, int]:
+    """ids [count, length] -> (the same, some windows with their second half like their first; how many).
 
-    The first token stays alone: it may be a BOS.
+    They are the share, rounded half up, evenly spread. The first token, or two, are not repeated: there may be a BOS.
     """
     count, length = ids.shape
-    chosen, half = round(share * count), (length - 1) // 2
+    chosen, half = int(share * count + 0.5), (length - 1) // 2
     repeated = ids.clone()
-    for place in range(chosen):
-        window = (2 * place + 1) * count // (2 * chosen)
+    for i in range(chosen):
+        window = (2 * i + 1) * count // (2 * chosen)
         repeated[window, length - half :] = ids[window, length - 2 * half : length - half]
-    return repeated
+    return repeated, chosen
 
 
 def _check(count: int, length: int, max_length: int | None) -> None:

@@ -1,7 +1,7 @@
 """How much an error of an element costs: the weight of its point in the fit.
 
 To second order the loss rises by 1/2 * F * (error of x)^2, with F the Fisher information of the
-element, estimated by the squared gradient of the summed loss. The fit works on normalised points
+element, estimated by the squared gradient that `calib.fisher` took. The fit works on normalised points
 y = (x - offset) / range, where the error of x is range times that of y, so
 
     weight = gradient^2 * range^2          (KVQuant, appendix E, equation 7)

@@ -27,7 +27,8 @@ def calibrated(model, windows, out, *, tokens: int = 1 << 20):
     """Folder with `collect` and `fisher` done."""
     infos = rotary(model)
     collect(model, infos, windows, sink=SINK, out=out / "collect", progress=quiet)
-    fisher(model, infos, windows, sink=SINK, tokens=tokens, out=out / "fisher", progress=quiet)
+    gradients = {"labels": "text", "repeat": 0.0, "seed": 0}
+    fisher(model, infos, windows, sink=SINK, tokens=tokens, out=out / "fisher", progress=quiet, **gradients)
     return out
 
 

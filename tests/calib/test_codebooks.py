@@ -213,7 +213,7 @@ def test_other_text_or_no_text_is_refused(llama, folder, tmp_path):
     with pytest.raises(MissingInput, match="stage=fisher"):
         codebooks(tmp_path, tmp_path / "absent", spec, out=tmp_path, progress=quiet)
     other = make_windows(seed=1)
-    arguments = {"tokens": 64, "out": tmp_path / "other", "progress": quiet}
+    arguments = {"tokens": 64, "labels": "text", "repeat": 0.0, "seed": 0, "out": tmp_path / "other", "progress": quiet}
     fisher(llama, rotary(llama), other, sink=SINK, **arguments)
     with pytest.raises(ConfigError, match="same text"):
         codebooks(tmp_path, tmp_path / "other", spec, out=tmp_path, progress=quiet)

@@ -20,6 +20,7 @@ STEP = 5e-3  # large against the float32 of the norms, small against keys of ord
 
 
 def run_fisher(model, windows, out, *, tokens=1 << 20, **options):
+    options = {"labels": "text", "repeat": 0.0, "seed": 0} | options
     summary = fisher(model, rotary(model), windows, sink=SINK, tokens=tokens, out=out, progress=quiet, **options)
     return summary, [Reader(path, "fisher") for path in sorted(out.glob("window_*"))]
 
@@ -93,7 +94,7 @@ def test_squared_gradients_of_the_model_s_labels_are_what_errors_cost(name, tmp_
     nudge = {"layer": 0, "name": name, "at": (SINK + token, head, channel)}
     exact, moved = (nudged_logits(model, windows.ids[0], **nudge, step=step).log_softmax(-1) for step in (0, 0.01))
     cost = (exact.exp() * (exact - moved)).sum().item()
-    assert squares[token, head, channel].item() == pytest.approx(2 * cost / 0.01**2, rel=0.35)  # 400 draws: 7%
+    assert squares[token, head, channel].item() == pytest.approx(2 * cost / 0.01**2, rel=0.25)  # 400 draws: 7%
 
 
 def test_draws_follow_the_seed(llama, tmp_path):
@@ -109,12 +110,18 @@ def test_draws_follow_the_seed(llama, tmp_path):
 def test_windows_that_repeat_are_sampled_as_they_are_run(llama, tmp_path):
     windows = make_windows(2)
     _, found = run_fisher(llama, windows, tmp_path / "a", repeat=0.5)
-    told = SimpleNamespace(ids=with_repeats(windows.ids, 0.5), hash=windows.hash)
+    told = SimpleNamespace(ids=with_repeats(windows.ids, 0.5)[0], hash=windows.hash)
     assert not torch.equal(told.ids, windows.ids)
     _, expected = run_fisher(llama, told, tmp_path / "b")
     for one, other in zip(found, expected, strict=True):
         for field in ("layers.1.key", "layers.1.value_grad"):
             assert torch.equal(one[field], other[field])
+
+
+def test_repeats_are_among_the_windows_that_are_run(llama, tmp_path):
+    for tokens, windows in [(64, 2), (128, 4), (1 << 20, 8)]:
+        summary, _ = run_fisher(llama, make_windows(8), tmp_path / str(tokens), tokens=tokens, repeat=0.5)
+        assert (summary["windows"], summary["repeated"]) == (windows, windows // 2)
 
 
 def keeping(found: dict):

@@ -74,7 +74,8 @@ def test_no_bos_where_the_tokenizer_adds_none():
 def test_a_window_that_repeats_says_everything_twice_but_its_start(length):
     ids = torch.arange(2 * length).view(2, length)
     half = (length - 1) // 2
-    repeated = with_repeats(ids, 1.0)
+    repeated, number = with_repeats(ids, 1.0)
+    assert number == 2
     for before, after in zip(ids, repeated, strict=True):
         assert torch.equal(after[: length - half], before[: length - half])
         assert torch.equal(after[length - half :], before[length - 2 * half : length - half])
@@ -84,12 +85,22 @@ def test_a_window_that_repeats_says_everything_twice_but_its_start(length):
 
 @pytest.mark.parametrize(
     ("count", "share", "chosen"),
-    [(8, 0.25, [2, 6]), (8, 0, []), (3, 1, [0, 1, 2]), (1, 0.25, []), (16, 0.25, [2, 6, 10, 14]), (5, 0.4, [1, 3])],
+    [
+        (8, 0.25, [2, 6]),
+        (8, 0, []),
+        (3, 1, [0, 1, 2]),
+        (1, 0.25, []),
+        (2, 0.25, [1]),
+        (6, 0.25, [1, 4]),
+        (16, 0.25, [2, 6, 10, 14]),
+        (5, 0.4, [1, 3]),
+    ],
 )
 def test_windows_that_repeat_are_a_share_evenly_spread(count, share, chosen):
     ids = torch.arange(count * 20).view(count, 20)
-    changed = (with_repeats(ids, share) != ids).any(-1)
-    assert changed.nonzero().flatten().tolist() == chosen
+    repeated, number = with_repeats(ids, share)
+    assert (repeated != ids).any(-1).nonzero().flatten().tolist() == chosen
+    assert number == len(chosen)
 
 
 def test_too_few_tokens_names_both_counts():
