@@ -17,6 +17,7 @@ from hydra import compose, initialize_config_dir
 from kvcalib import cli, pipeline, records
 from kvcalib.errors import ConfigError, MissingInput
 from kvcalib.planner import Stage, _difference
+from kvcalib.settings import Labels
 
 
 @pytest.fixture(scope="module")
@@ -43,16 +44,20 @@ class Bench:
 
         return Stage(name, needs, reads, run, **kwargs)
 
+    @staticmethod
+    def measured(settings):
+        return {"data": {"windows": settings.data.windows}, "quant": {"labels": settings.quant.labels.value}}
+
     @property
     def table(self):
         return (
-            self.stage("collect", (), lambda s: {"data": {"windows": s.data.windows}}, shared=True),
+            self.stage("collect", (), self.measured, shared=True),
             self.stage("outliers", ("collect",), lambda s: {"quant": {"sink": s.quant.sink}}, shared=True),
             self.stage("export", ("outliers",), lambda s: {"quant": {"bits": s.quant.key.bits}}),
             self.stage("report", ("export",), lambda s: {"eval": s.eval.windows}, derived=True),
         )
 
-    def run(self, *stages, name="a", force=False, bits=3, windows=8, sink=4, evaluated=1, prepare=None):
+    def run(self, *stages, name="a", force=False, bits=3, windows=8, sink=4, evaluated=1, prepare=None, labels="model"):
         """What ran, in order; settings that are not given are the defaults."""
         settings = copy.deepcopy(self.base)
         settings.name, settings.runs_root = name, str(self.root)
@@ -61,6 +66,7 @@ class Bench:
         settings.stage.force = force
         settings.quant.key.bits, settings.quant.sink = bits, sink
         settings.data.windows, settings.eval.windows = windows, evaluated
+        settings.quant.labels = Labels(labels)
         self.ledger.clear()
         self.done = pipeline.run(settings, self.table, None, progress=lambda items, **_: items, prepare=prepare)
         return list(self.ledger)
@@ -164,9 +170,16 @@ def test_a_prerequisite_of_another_format_is_redone(bench, caplog):
 
 def test_a_stage_that_only_reads_does_not_remake_what_it_judges(bench):
     bench.run(bits=4)
-    with pytest.raises(ConfigError, match=r"stage export .*quant.bits 4 -> 3"):
+    with pytest.raises(ConfigError, match=r"quant.bits 4 -> 3.* first, which measures the model no second"):
         bench.run("report")
     assert bench.ledger == []
+
+
+def test_a_format_that_wants_other_measurements_is_not_said_to_be_free(bench):
+    bench.run()
+    with pytest.raises(ConfigError, match=r"quant.labels model -> text.* type stage=export first, or give"):
+        bench.run("report", labels="text")
+    assert bench.run("export", labels="text") == ["collect", "outliers", "export"]
 
 
 def test_back_to_the_first_format_is_one_refusal_and_one_command(bench):
