@@ -77,7 +77,7 @@ class DataSettings:
 
 @dataclass
 class TensorSettings:
-    """Format of keys or values (the first twelve) and how its levels are fitted (the rest)."""
+    """Format of keys or values (the first thirteen) and how its levels are fitted (the rest)."""
 
     bits: int
     levels: Levels
