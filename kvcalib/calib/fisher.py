@@ -140,7 +140,7 @@ def label_noise(logits: torch.Tensor, seed: int) -> torch.Tensor:
     return noise
 
 
-def _backward(model, ids: torch.Tensor, rotary, noise_seed: int | None) -> tuple[float, dict]:
+def _backward(model, ids: torch.Tensor, rotary: taps.Rotary, noise_seed: int | None) -> tuple[float, dict]:
     """Loss of one window and {layer: (key, value, key gradient, value gradient)}, [1, H, T, D].
 
     noise_seed: None takes the text's own labels.
