@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -77,11 +77,11 @@ def run(settings: Settings, compose: Callable[[list[str]], Settings], *, progres
     compose: settings of the command line with some words changed. Raises ConfigError if nothing could be measured.
     """
     with records.exclusive(Path(settings.run_dir)):
-        return _report(settings, _rows(settings, compose, progress))
+        methods = [_planned(settings, name, words, compose) for name, words in chosen(settings.frontier).items()]
+        return _report(settings, methods, _rows(methods, progress))
 
 
-def _rows(settings: Settings, compose, progress: Callable) -> list[dict]:
-    methods = [_planned(settings, name, words, compose) for name, words in chosen(settings.frontier).items()]
+def _rows(methods: list[Method], progress: Callable) -> list[dict]:
     if not methods:
         raise ConfigError("no method is asked for: give frontier.methods=[...] or frontier.set=...")
     rows, loaded, clock = [], {}, Clock(sum(method.due > 0 for method in methods))
@@ -98,10 +98,12 @@ def _planned(settings: Settings, name: str, words: str, compose) -> Method:
     place = f"run_dir='{Path(settings.run_dir) / name}'"
     try:
         own = compose([*WORD.findall(words), f"name={name}", place, "stage=measure"])
-        due = Planner(own, stages.table_of(own)).decisions().values()
+        plan = Planner(own, stages.table_of(own)).decisions()
+        due = [stage for stage, decision in plan.items() if decision.action == "run"]
+        stages.check_files(own, due)
     except KvcalibError as error:
         raise ConfigError(f"method {name}: {error}") from error
-    return Method(name, words, own, sum(decision.action == "run" for decision in due))
+    return Method(name, words, own, len(due))
 
 
 def _row(method: Method, loaded: dict, progress: Callable) -> dict:
@@ -116,21 +118,32 @@ def _row(method: Method, loaded: dict, progress: Callable) -> dict:
     return row | (records.read_json(done["measure"].path / "metrics.json") or {})
 
 
-def _report(settings: Settings, rows: list[dict]) -> str:
+def _report(settings: Settings, methods: list[Method], rows: list[dict]) -> str:
     from kvcalib.report.frontier import write
 
-    frontier, measure = plain(settings.frontier), plain(settings.eval)
-    text = measure["text"] or settings.data.name
+    every = [method.settings for method in methods]
     facts = {
         "name": settings.name,
         "model": settings.model.name,
-        "text": f"{text}, {measure['windows']} x {measure['length']} tokens",
-        "calibration": f"{settings.data.name}, {settings.data.windows} x {settings.data.length} tokens",
-        "contrasts": frontier["contrasts"],
-        "spreads": frontier["spreads"],
+        "text": said_of(
+            (s.eval.text.value if s.eval.text else s.data.name, s.eval.windows, s.eval.length) for s in every
+        ),
+        "calibration": said_of((s.data.name, s.data.windows, s.data.length) for s in every),
+        "contrasts": plain(settings.frontier)["contrasts"],
+        "spreads": plain(settings.frontier)["spreads"],
         "rows": rows,
     }
     return write(facts, Path(settings.run_dir))
+
+
+def said_of(texts: Iterable[tuple[str, int, int]]) -> str:
+    """(name, windows, length) of the texts of all methods -> `wikitext2 or pydoc, 2 to 32 x 1024 tokens`"""
+    names, windows, lengths = zip(*texts, strict=True)
+    return f"{' or '.join(dict.fromkeys(names))}, {_span(windows)} x {_span(lengths)} tokens"
+
+
+def _span(counts: tuple[int, ...]) -> str:
+    return f"{min(counts)} to {max(counts)}" if len({*counts}) > 1 else f"{counts[0]}"
 
 
 class Clock:

@@ -32,6 +32,8 @@ from kvcalib.settings import Settings
 SHOWN = 4
 """Changed keys that a sentence names."""
 FILES = "model.files."
+ABSENT = "(absent)"
+"""What a setting was before there was a key for it."""
 
 
 class Task(NamedTuple):
@@ -206,7 +208,7 @@ class Planner:
         """What differs from the record, old -> new."""
         old, new = _flat(found.record["settings"]), _flat(self.reads[stage.name])
         keys, stale = self._differing(stage, found), self._other_inputs(stage, found)
-        parts = [_difference(key, old.get(key), new.get(key)) for key in keys[:SHOWN]]
+        parts = [_difference(key, old.get(key, ABSENT), new.get(key, ABSENT)) for key in keys[:SHOWN]]
         parts += [f"and {len(keys) - SHOWN} more"] if len(keys) > SHOWN else []
         if not parts and stale:
             parts = [f"other result of {', '.join(stale)}"]

@@ -10,6 +10,7 @@ imported inside the functions that call them, so that composing a configuration 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from kvcalib import reads, records
@@ -18,6 +19,9 @@ from kvcalib.session import Session
 from kvcalib.settings import Settings, plain
 
 TEXT_KEYS = ("text", "text_path", "order", "windows", "length")
+CALIBRATING = {"collect", "fisher"}
+JUDGING = {"reference", "measure", "evaluate"}
+"""Stages that read the calibration text, and those that read the held-out one."""
 
 
 def _collect(session: Session, task: Task) -> dict:
@@ -81,6 +85,7 @@ def _export(session: Session, task: Task) -> dict:
         task.inputs["codebooks"],
         _spec(session.settings),
         settings=_shipped(session.settings),
+        summary=records.read_json(task.inputs["codebooks"] / "stage.json")["summary"],
         out=task.out,
     )
 
@@ -199,16 +204,34 @@ def _check_text(session: Session) -> None:
     _ = session.evaluation
 
 
+def check_files(settings: Settings, names: Iterable[str]) -> None:
+    """Raise MissingInput where a stage of `names` would read a text whose files are not there. Loads nothing."""
+    from kvcalib.data.corpora import files_of
+
+    wanted, data, measure = set(names), settings.data, settings.eval
+    read = {}
+    if wanted & CALIBRATING:
+        read["data.path"] = data.path
+    if wanted & JUDGING and measure.text:
+        read["eval.text_path"] = measure.text_path
+    elif wanted & JUDGING:
+        read |= {"data.path": data.path, "data.eval_path": data.eval_path}
+    for key, path in read.items():
+        if path is not None:
+            files_of(path, key)
+
+
 def prepare(session: Session, names: list[str]) -> None:
     """Load what the stages `names` will need, and refuse what cannot work, before the first of them runs."""
     wanted = set(names)
+    check_files(session.settings, wanted)
     if wanted & {"collect", "fisher", "export", "evaluate", "bench"}:
         session.check_format()
     if "codebooks" in wanted and session.settings.quant.budget is not None:
         _check_budget(session)
     if "measure" in wanted and session.settings.peer:
         _check_peer(session)
-    if wanted & {"collect", "fisher"}:
+    if wanted & CALIBRATING:
         _ = session.calibration
     if "evaluate" in wanted:
         _check_evaluate(session)
@@ -216,7 +239,7 @@ def prepare(session: Session, names: list[str]) -> None:
         from kvcalib.benchmark import check_benchmark
 
         check_benchmark(session)
-    if wanted & {"evaluate", "reference", "measure"}:
+    if wanted & JUDGING:
         _check_text(session)
 
 

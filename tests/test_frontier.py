@@ -141,10 +141,28 @@ def test_a_mistake_is_a_sentence_before_anything_runs(command, tmp_path):
     assert not (tmp_path / "runs" / "tiny-frontier" / "int4").exists()
 
 
+def test_texts_that_are_not_there_are_told_before_anything_runs(command, tmp_path):
+    lost = "+frontier.sets.mine.lost='quant=nuq2 eval.text=textfile eval.text_path=nothing.txt'"
+    done = command(lost, "frontier.methods=[int4,lost]", fails=True)
+    assert done.stderr.splitlines()[-1].startswith("kvcalib: method lost: ")
+    assert done.stderr.splitlines()[-1].endswith("nothing.txt: no such file (eval.text_path)")
+    for texts, key in (("data=wikitext2 data.path=lost", "data.path"), ("data.eval_path=lost", "data.eval_path")):
+        done = command(*texts.split(), "frontier.methods=[int4,nuq2]", fails=True)
+        assert done.stderr.splitlines()[-1].endswith(f"lost: no such file ({key})")
+    assert not (tmp_path / "runs" / "tiny-frontier" / "int4").exists()
+
+
 def test_what_cannot_be_measured_is_a_row_of_its_own(command, tmp_path):
-    """A group that does not divide the heads of the model is found out when the model is loaded."""
-    bad = "+frontier.sets.mine.bad='quant=kivi4 quant.value.group=32 eval.text=textfile eval.text_path=nothing.txt'"
+    """That a text is blank is found out when it is read."""
+    (tmp_path / "blank.txt").write_text("\n")
+    bad = f"+frontier.sets.mine.bad='quant=nuq2 eval.text=textfile eval.text_path={tmp_path}/blank.txt'"
     done = command(bad, "frontier.methods=[bad,int4]")
-    assert "bad: " in done.stdout
-    assert "nothing.txt: no such file" in done.stdout
+    assert "bad: the evaluation text of" in done.stdout
+    assert "is blank" in done.stdout
     assert "int4" in done.stdout
+
+
+def test_texts_of_all_methods_are_named():
+    assert frontier.said_of([("pydoc", 8, 1024)] * 3) == "pydoc, 8 x 1024 tokens"
+    several = [("wikitext2", 8, 1024), ("pycode", 2, 512), ("wikitext2", 32, 1024)]
+    assert frontier.said_of(several) == "wikitext2 or pycode, 2 to 32 x 512 to 1024 tokens"

@@ -292,6 +292,16 @@ def test_a_difference_is_for_the_eye(key, old, new, words):
     assert _difference(key, old, new) == words
 
 
+def test_a_setting_that_the_record_does_not_know_was_absent(bench):
+    bench.run()
+    record = bench.record("collect")
+    del record["settings"]["quant"]["labels"]
+    record["fingerprint"] = "0" * 64
+    (bench.root / "a" / "collect" / "stage.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match=r"\(quant.labels \(absent\) -> model\)"):
+        bench.run()
+
+
 def test_a_file_in_the_place_of_a_folder_is_left_alone(bench):
     run = bench.root / "a"
     run.mkdir(parents=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from kvcalib import cli, pipeline, stages
-from kvcalib.errors import ConfigError
+from kvcalib import cli, load_artifact, pipeline, stages
+from kvcalib.errors import ConfigError, MissingInput
 from kvcalib.session import Session
 
 EVERYTHING = [stage.name for stage in stages.TABLE if stage.name not in ("reference", "measure", "bench")]
@@ -61,6 +61,25 @@ def test_what_the_model_or_text_cannot_give_is_refused_before_any_stage(command,
     assert not list(tmp_path.glob("*/*/stage.json"))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["data=textfile", "data.path=lost"], "data.path"),
+        (["data=wikitext2", "data.path=lost", "stage=evaluate"], "data.path"),
+        (["data.eval_path=lost", "stage=evaluate"], "data.eval_path"),
+        (["eval.text=textfile", "eval.text_path=lost"], "eval.text_path"),
+    ],
+)
+def test_texts_are_looked_for_before_the_model_is_loaded(command, monkeypatch, overrides, key):
+    monkeypatch.setattr(Session, "loaded", property(lambda self: pytest.fail("the model is loaded")))
+    with pytest.raises(MissingInput, match=rf"^/launch/lost: no such file \({key}\)$"):
+        command(*overrides)
+
+
+def test_a_stage_looks_only_for_the_text_that_it_reads(command):
+    assert ran(command("eval.text=textfile", "eval.text_path=lost", "stage=export"))[-1] == "export"
+
+
 def test_groups_need_not_divide_where_there_are_none(command):
     assert ran(command("model.config.head_dim=16", "quant=nuq2", "stage=collect")) == ["collect"]
 
@@ -71,8 +90,10 @@ def test_every_stage_of_a_grouped_format_runs_on_the_tiny_model(command):
 
 
 @pytest.mark.slow
-def test_a_stage_of_another_format_re_uses_the_measurements(command, caplog):
+def test_a_stage_of_another_format_re_uses_the_measurements(command, tmp_path, caplog):
     assert ran(command("quant=nuq3")) == EVERYTHING
+    fit = load_artifact(tmp_path / "tiny-nuq3" / "export").summary["layers"]["0"]["key"]
+    assert 0 < fit["stored"] <= 1.1 * fit["kmeans"], "what the fit came to travels with the file"
     with caplog.at_level("INFO"):
         done = command("quant=nuq3", "stage=codebooks", "quant.key.bits=2")
     assert ran(done) == ["outliers", "codebooks"]

@@ -18,7 +18,7 @@ One safetensors file.
 
 `layers` lists the real layer indices, so gaps (layers without a cache of their own) are allowed. `model` is the
 identity of the model that was calibrated, `calibration` the text (window hash, counts, seed), `settings` every
-setting of the run, `summary` what was measured.
+setting of the run, `summary` what the fit of each layer came to.
 """
 
 import logging

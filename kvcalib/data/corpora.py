@@ -102,7 +102,7 @@ def _wikitext2(path: str | None, split: str, eval_path: str | None) -> str:
         return "".join(row or " \n" for row in rows)
     if Path(path).is_dir():
         return _read_all("wikitext2", f"{glob.escape(path)}/wiki.{part}*.raw")
-    if split == "evaluation":
+    if split == "evaluation" and files_of(path):
         raise ConfigError(
             f"data.path={path} is one file, which calibrates: evaluation needs data.eval_path=FILE,"
             " or a folder with wiki.train*.raw and wiki.test*.raw as data.path"
@@ -117,7 +117,7 @@ def _c4(path: str | None, split: str, eval_path: str | None) -> str:
     if Path(path).is_dir():
         part = {"calibration": "train", "evaluation": "validation"}[split]
         return _read_all("c4", f"{glob.escape(path)}/c4-{part}*.json*")
-    if split == "evaluation":
+    if split == "evaluation" and files_of(path):
         raise ConfigError(
             f"data.path={path} calibrates: evaluation needs data.eval_path=FILE,"
             " or a folder with c4-train*.json.gz and c4-validation*.json.gz as data.path"
@@ -138,8 +138,8 @@ def _textfile(path: str | None, split: str, eval_path: str | None) -> str:
 SOURCES = {"pydoc": _pydoc, "pycode": _pycode, "wikitext2": _wikitext2, "c4": _c4, "textfile": _textfile}
 
 
-def files_of(path: str) -> list[Path]:
-    """The files that `path` (file, folder or glob) stands for, sorted.
+def files_of(path: str, key: str = "data.path, data.eval_path") -> list[Path]:
+    """The files that `path` (file, folder or glob) stands for, sorted; key: the setting that it is from.
 
     Raises MissingInput when there is none.
     """
@@ -150,7 +150,7 @@ def files_of(path: str) -> list[Path]:
         found = [root] if root.is_file() else [Path(p) for p in glob.glob(str(root))]
     files = sorted(p for p in found if p.is_file())
     if not files:
-        raise MissingInput(f"{path}: no such file (data.path, data.eval_path)")
+        raise MissingInput(f"{path}: no such file ({key})")
     return files
 
 

@@ -130,7 +130,7 @@ def fits(model, length: int) -> bool:
     limit = context_length(model)
     if limit is None or length + 2 * QUESTION_TOKENS <= limit:
         return True
-    log.info("needle: no trials at %d tokens, the model takes %d", length, limit)
+    log.info("needle: no trials at %d tokens: with the answer that is more than the model takes, %d", length, limit)
     return False
 
 

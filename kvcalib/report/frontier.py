@@ -38,12 +38,13 @@ def write(facts: dict, out: Path) -> str:
 
 
 def introduction(facts: dict) -> str:
-    measured = _measured(facts["rows"])[0]
-    needles = measured.get("needle_fp")
+    measured = _measured(facts["rows"])
+    needles = measured[0].get("needle_fp")
     found = f", finds {needles:.0%} of the needles" if needles is not None else ""
+    perplexity = sorted({f"{row['ppl_fp']:.2f}" for row in measured}, key=float)
     return (
         f"{facts['model']} on {facts['text']}, calibrated on {facts['calibration']}; "
-        f"full precision has perplexity {measured['ppl_fp']:.2f}{found}"
+        f"full precision has perplexity {' or '.join(perplexity)}{found}"
     )
 
 

@@ -105,7 +105,7 @@ def isa(request):
 def check(packed, shape: Shape, isa: str, **options):
     """At most thrice the error of torch in fp32, both against float64: over all elements, and about so for each.
 
-    The kernel adds the channels of a score one after the other, torch in blocks, of a size that depends on the processor.
+    The kernel adds the channels of a score one after the other, torch in blocks whose size depends on the processor.
     """
     g = torch.Generator().manual_seed(1)
     query = torch.randn(len(shape.counts), shape.heads * shape.group, shape.queries, shape.dim, generator=g)
