@@ -25,11 +25,10 @@ from kvcalib.errors import ArtifactError
 from kvcalib.models.identity import identity, weights_sample
 from kvcalib.quant.page import PageLayout
 from kvcalib.runtime import soundness
-from kvcalib.runtime.store import LayerStore
+from kvcalib.runtime.store import COUNTS, LayerStore
 
 VERSION = 1
 _METADATA_KEY = "kvcalib_cache"
-_COUNTS = ("length", "page_counts", "sink_counts", "forgotten")
 _STATES = ("conv", "recurrent")
 _FLAGS = ("number_of_states", "conv_kernel_size", "has_previous_state", "record_past")
 
@@ -127,7 +126,7 @@ def _store_state(store: LayerStore) -> tuple[dict[str, torch.Tensor], dict]:
     for row, count in enumerate(store.page_counts):
         pages[row, count:] = 0  # capacity that the row does not use is undefined memory
     held |= {"recent_key": key, "recent_value": value, "pages": pages}
-    return held, {name: getattr(store, name) for name in _COUNTS} | {"is_long": store.frequencies.is_long}
+    return held, {name: getattr(store, name) for name in ("length", *COUNTS)} | {"is_long": store.frequencies.is_long}
 
 
 def _restore_store(layer, held: dict[str, torch.Tensor], counts: dict, _model) -> str | None:
@@ -144,7 +143,7 @@ def _restore_store(layer, held: dict[str, torch.Tensor], counts: dict, _model) -
     store.real = None
     for name, tensor in held.items():
         setattr(store, name, tensor)
-    for name in _COUNTS:
+    for name in ("length", *COUNTS):
         setattr(store, name, counts[name])
     store.frequencies = replace(store.frequencies, is_long=counts["is_long"])
     layer.is_initialized = True

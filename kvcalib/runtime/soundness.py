@@ -9,9 +9,9 @@ import torch
 
 from kvcalib.quant.page import PageLayout
 from kvcalib.quant.spec import PAGE, CacheSpec
+from kvcalib.runtime.store import COUNTS
 
 _TENSORS = {"pages", "sink_key", "sink_value", "sink_positions", "recent_key", "recent_value", "waiting", "positions"}
-_LISTS = ("page_counts", "sink_counts", "forgotten")
 
 
 def problems(spec: CacheSpec, layout: PageLayout, held: dict[str, torch.Tensor], counts: dict) -> Iterator[str]:
@@ -34,10 +34,10 @@ def _count_problems(spec: CacheSpec, held: dict, counts: dict) -> Iterator[str]:
         yield "its tensors are not those of a cache"
     if not held["recent_key"].is_floating_point():
         yield f"keys in {held['recent_key'].dtype}"
-    if counts.keys() != {"length", "is_long", *_LISTS} or type(counts["is_long"]) is not bool:
+    if counts.keys() != {"length", "is_long", *COUNTS} or type(counts["is_long"]) is not bool:
         yield "its counts are not those of a cache"
     batch = len(held["waiting"])
-    for name in _LISTS:
+    for name in COUNTS:
         if not _is_list(counts[name]) or len(counts[name]) != batch or not batch:
             yield f"{name} is {counts[name]} for {batch} rows"
     if not _is_list([counts["length"]]) or {*counts["sink_counts"]} - {0, spec.sink}:

@@ -30,7 +30,8 @@ from kvcalib.runtime import departure, reading, rollback
 from kvcalib.runtime.frequencies import Frequencies
 from kvcalib.runtime.growth import with_capacity
 
-_LISTS = ("page_counts", "sink_counts", "forgotten")
+COUNTS = ("page_counts", "sink_counts", "forgotten")
+"""Lists of one number per row: pages, tokens in the sink, tokens that a sliding window has passed."""
 
 
 class LayerStore:
@@ -57,7 +58,7 @@ class LayerStore:
     def state(self) -> dict:
         """What `restore` takes. Copies no tensor."""
         state = self.__dict__.copy()
-        for name in _LISTS:
+        for name in COUNTS:
             if name in state:
                 state[name] = state[name].copy()
         return state
@@ -283,7 +284,7 @@ class LayerStore:
             raise ConfigError("a cache keeps one row or more; cache.reset() empties it")
         for name, tensor in self.tensors().items():
             setattr(self, name, tensor.index_select(0, index.to(tensor.device)))
-        for name in _LISTS:
+        for name in COUNTS:
             setattr(self, name, [getattr(self, name)[row] for row in index.tolist()])
 
     def reset(self) -> None:
