@@ -144,6 +144,8 @@ def explain(error: Exception) -> str:
         return unknown_key(unknown[1])
     if several := re.match(r"Ambiguous value for argument '(.+)'", lines[0]):
         return f"{several[1]} has several values: add -m to run one after the other, or write key=[a,b] for a list"
+    if dotted := re.search(r"frontier\.sets\.[^.=]+\.([^=]*\.[^=]*)=", lines[0]):
+        return f"{dotted[1]} has a dot: write a method's name without, as in +frontier.sets.mine.NAME='quant=...'"
     if wrong := re.match(r"Error merging override (.+)", lines[0]):
         reason = lines[1][0].lower() + lines[1][1:]
         return f"{wrong[1]}: {'a value is needed' if 'is not Optional' in reason else reason}"

@@ -135,6 +135,13 @@ def test_a_mistake_is_a_sentence_and_exit_code_1(kvcalib_command, argument, word
     assert all(word in done.stderr for word in words), done.stderr
 
 
+def test_a_dot_in_the_name_of_a_method_is_a_sentence(kvcalib_command):
+    done = kvcalib_command("experiment=frontier", "+frontier.sets.mine.mixed4.55='quant=mixed4'", fake=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("kvcalib: mixed4.55 has a dot: ")
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("path", ["/some/folder", "org/name-7b", "weights.gguf"])
 def test_a_path_is_no_model_but_its_path(kvcalib_command, path):
     done = kvcalib_command(f"model={path}")
