@@ -72,7 +72,6 @@ class Watch:
     def __reduce__(self):
         return Watch, ()
 
-    @property
     def current(self) -> Pass:
         """The innermost pass that runs in this thread; one that is finished where only a part of the model does."""
         if not hasattr(self._seen, "passes"):
@@ -84,7 +83,8 @@ class Watch:
         return passes[-1]
 
     def begin(self, module, _args) -> None:
-        _, call = self.current, call_of(module)
+        self.current()  # so that there is a list, without what Ctrl-C left behind
+        call = call_of(module)
         first, *others = self._seen.passes
         outer = [each for each in others if each.running and not each.is_of(call)]
         for each in others:
@@ -94,7 +94,8 @@ class Watch:
 
     def finish(self, module, _args, output) -> None:
         """Called after an error, too, but for Ctrl-C; then there is no output, and there may have been no `begin`."""
-        _, call = self.current, call_of(module)
+        self.current()  # so that there is a list, without what Ctrl-C left behind
+        call = call_of(module)
         first, *others = self._seen.passes
         for depth, each in enumerate(others):
             if each.is_of(call):
@@ -104,25 +105,25 @@ class Watch:
 
     def begin_base(self, module, args) -> None:
         """The base of a model belongs to the pass of the whole, unless a hook calls it once more."""
-        if not self.current.running or self.current.base is not None:
+        if not self.current().running or self.current().base is not None:
             self.begin(module, args)
-        self.current.base = id(call_of(module))
+        self.current().base = id(call_of(module))
 
     def finish_base(self, module, args, output) -> None:
-        current, call = self.current, call_of(module)
+        current, call = self.current(), call_of(module)
         if current.base == id(call) and not current.is_of(call):
             current.base = None
         else:
             self.finish(module, args, output)
 
     def positions(self, _module, args, kwargs) -> None:
-        self.current.positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        self.current().positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
 
     def enter(self, _module, _args) -> None:
-        self.current.inside = True
+        self.current().inside = True
 
     def leave(self, _module, _args, _output) -> None:
-        self.current.inside = False
+        self.current().inside = False
 
 
 class Attachment:
@@ -141,9 +142,9 @@ class Attachment:
 
         Raises UnsupportedModel where it is another model that runs.
         """
-        if not self._watch.current.inside:
+        if not self._watch.current().inside:
             raise foreign()
-        positions = self._watch.current.positions
+        positions = self._watch.current().positions
         if positions is None or positions.dim() < 3:
             return positions
         if (positions != positions[:1]).any():
@@ -154,7 +155,7 @@ class Attachment:
 
     def current_pass(self) -> Pass | None:
         """The pass that runs in this thread; None where only a part of the model does."""
-        return self._watch.current if self._watch.current.running else None
+        return self._watch.current() if self._watch.current().running else None
 
     def handle(self, layer: Handle, key: torch.Tensor, length: int):
         """What `update` returns for key [B, H, T, D] when `length` columns are cached."""

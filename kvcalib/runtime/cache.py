@@ -82,8 +82,6 @@ class CalibratedCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back the last -tokens_to_remove tokens of every layer."""
         with self._all_or_nothing():
-            for layer in self._ours():
-                layer.check_crop(tokens_to_remove)
             super().crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx) -> None:

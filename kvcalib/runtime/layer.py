@@ -21,7 +21,6 @@ from kvcalib.errors import ConfigError, UnsupportedModel
 from kvcalib.kernels import dispatch
 from kvcalib.quant.rope import Rope
 from kvcalib.quant.spec import CacheSpec, Tables
-from kvcalib.runtime import rollback
 from kvcalib.runtime.attention import Attachment
 from kvcalib.runtime.handles import HIDDEN, Handle
 from kvcalib.runtime.modes import plain, undisturbed
@@ -141,8 +140,7 @@ class CalibratedLayer(CacheLayerMixin, Handle):
     def get_max_length(self) -> int:
         return -1
 
-    def check_crop(self, tokens_to_remove: int) -> int:
-        """How many tokens `crop` will drop. Raises what it would raise."""
+    def crop(self, tokens_to_remove: int) -> None:
         try:
             count = -index(tokens_to_remove)  # a plain int: a count that is a tensor would be changed in place
         except TypeError as error:
@@ -150,11 +148,6 @@ class CalibratedLayer(CacheLayerMixin, Handle):
         if count < 0:
             raise ValueError(f"crop({-count}): pass the number of tokens to drop as a negative number")
         self.settle()
-        rollback.check(self.store, count)
-        return count
-
-    def crop(self, tokens_to_remove: int) -> None:
-        count = self.check_crop(tokens_to_remove)
         if self.store.layout is not None and count:
             with undisturbed():
                 self.store.crop(count)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def crop(store: LayerStore, count: int) -> None:
-    """Forgets the last `count` columns of every row. Raises as `check` does."""
-    check(store, count)
+    """Forgets the last `count` columns of every row. Raises UnsupportedModel where `_check` does."""
+    _check(store, count)
     if count == 0:
         return
     length = store.length - count
@@ -44,7 +44,7 @@ def crop(store: LayerStore, count: int) -> None:
         )
 
 
-def check(store: LayerStore, count: int) -> None:
+def _check(store: LayerStore, count: int) -> None:
     """Raises UnsupportedModel where a sliding window has forgotten what the next token would see after this crop."""
     if store.sliding_window is None or store.layout is None:
         return
