@@ -24,6 +24,7 @@ from kvcalib.settings import (
     Scope,
     Settings,
     TensorSettings,
+    Text,
 )
 
 MAX_OUTLIERS = 0.025
@@ -110,6 +111,8 @@ def _tensor_problems(key: str, tensor: TensorSettings) -> Iterator[str]:
         yield f"{key}.rounding={rounding.value} needs {key}.fisher=true (it is made of gradients)"
     if tensor.rank is Rank.threshold and tensor.range is not Range.static:
         yield f"{key}.rank=threshold needs {key}.range=static (the thresholds are the calibrated range)"
+    if tensor.rank is Rank.threshold and tensor.levels is Levels.fp8:
+        yield f"{key}.rank=threshold needs other levels than {key}.levels=fp8 (nothing lies beyond its range)"
     if tensor.rank is Rank.threshold and rounding is not Rounding.nearest:
         yield f"{key}.rank=threshold needs {key}.rounding=nearest (feedback takes every stored outlier for exact)"
     if tensor.rank is Rank.tails and (tensor.range is not Range.token or tensor.scope is not Scope.layer):
@@ -160,8 +163,11 @@ def _eval_problems(settings: Settings) -> Iterator[str]:
     ev = settings.eval
     yield from _at_least("eval.windows", ev.windows, 1)
     yield from _at_least("eval.length", ev.length, 2)
-    if ev.text_path and not ev.text:
-        yield "eval.text_path is for eval.text=...: give that too, or data.eval_path for held-out text"
+    for key in ("text_path", "text_eval_path"):
+        if getattr(ev, key) and not ev.text:
+            yield f"eval.{key} is for eval.text=...: give that too, or data.eval_path for held-out text"
+    if ev.text is Text.textfile and not (ev.text_path or ev.text_eval_path):
+        yield "eval.text=textfile needs eval.text_eval_path=<file, folder or glob>"
     yield from _at_least("eval.chunk", ev.chunk, 1)
     yield from _at_least("eval.needle_trials", ev.needle_trials, 0)
     yield from _at_least("eval.sample_tokens", ev.sample_tokens, 0)

@@ -59,7 +59,12 @@ def register_schema() -> None:
     """Tell Hydra about the schema that `conf/config.yaml` names first, about `~`, and how a value is typed."""
     ConfigStore.instance().store(name="schema", node=Settings)
     OmegaConf.register_new_resolver("expanduser", os.path.expanduser, replace=True)
-    OmegaConf.register_new_resolver("typed", lambda value: "null" if value is None else f"'{value}'", replace=True)
+    OmegaConf.register_new_resolver("typed", typed, replace=True)
+
+
+def typed(value: str | None) -> str:
+    """How a value is written on the command line."""
+    return "null" if value is None else "'" + value.replace("'", r"\'") + "'"
 
 
 def to_settings(composed: DictConfig, launch: Path) -> Settings:
@@ -165,7 +170,7 @@ def run_cell(composed: DictConfig) -> tuple[str, dict]:
     """One run, alone or as a cell of a sweep; returns its name and metrics."""
     from kvcalib import pipeline, stages
     from kvcalib.records import read_json
-    from kvcalib.report import speed
+    from kvcalib.report import frontier, speed
     from kvcalib.report.tables import overview
     from kvcalib.session import Session
 
@@ -179,6 +184,9 @@ def run_cell(composed: DictConfig) -> tuple[str, dict]:
         print(f"\n== {settings.name}")
     if "bench" in done:
         print(speed.text(read_json(done["bench"].path / "bench.json")), end="\n\n")
+    if "measure" in done and not metrics:
+        measured = read_json(done["measure"].path / "metrics.json") or {}
+        print(frontier.line({"method": settings.name} | measured), end="\n\n")
     print(overview(metrics, folders, exact=_exact(settings)))
     return settings.name, metrics
 

@@ -31,7 +31,7 @@ OWN = ("quant", "peer", "stage", "stage.run")
 """What a method says, and the command line must not."""
 
 
-WORD = re.compile(r"""(?:[^\s'"]|'[^']*'|"[^"]*")+""")
+WORD = re.compile(r"""(?:[^\s'"]|'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")+""")
 """One word as typed, its quotes included."""
 
 
@@ -95,12 +95,12 @@ def _rows(methods: list[Method], progress: Callable) -> list[dict]:
 
 
 def _planned(settings: Settings, name: str, words: str, compose) -> Method:
-    place = f"run_dir='{Path(settings.run_dir) / name}'"
     try:
-        own = compose([*WORD.findall(words), f"name={name}", place, "stage=measure"])
+        own = compose([*WORD.findall(words), f"name={name}", "stage=measure"])
+        own.run_dir = str(Path(settings.run_dir) / name)
         plan = Planner(own, stages.table_of(own)).decisions()
         due = [stage for stage, decision in plan.items() if decision.action == "run"]
-        stages.check_files(own, due)
+        stages.check_texts(Session(own), due)
     except KvcalibError as error:
         raise ConfigError(f"method {name}: {error}") from error
     return Method(name, words, own, len(due))

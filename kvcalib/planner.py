@@ -13,8 +13,8 @@ For each selected stage, and for every prerequisite that is missing:
                                                  text); else refused with a sentence
 
 `stage.force=true` turns the refusal of selected stages into running again; where nothing has changed, it runs the
-selected stages again. So a change of format costs what depends on it; the model is measured again where the new format
-wants other measurements.
+selected stages again. In a comparison it allows what is stale to be run again, and no more. So a change of
+format costs what depends on it; the model is measured again where the new format wants other measurements.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class Planner:
         self.stages = {stage.name: stage for stage in table}
         self.run_dir, self.runs_root = Path(settings.run_dir), Path(settings.runs_root)
         self.selected, self.force = tuple(settings.stage.run), settings.stage.force
+        self.compared = settings.frontier is not None
         self.forced: tuple[str, ...] = ()
         self.reads: dict[str, dict] = {}
         self.prints: dict[str, str] = {}
@@ -92,7 +93,8 @@ class Planner:
     def decisions(self) -> dict[str, Decision]:
         for name in self.stages:
             self._refuse_file(self.run_dir / name)
-        if self.force and (len(self.selected) == 1 or not any(map(self._stale, self.selected))):
+        alone = len(self.selected) == 1 or not any(map(self._stale, self.selected))
+        if self.force and alone and not self.compared:
             self.forced = self.selected
         for name in self.stages:
             if name in self.selected:
@@ -139,7 +141,7 @@ class Planner:
     def _may_redo(self, stage: Stage, found: Found) -> bool:
         if stage.derived or self.selected == (stage.name,):
             return True
-        if stage.name in self.selected:
+        if stage.name in self.selected or self.compared:
             return self.force
         only_reads = all(self.stages[name].derived for name in self.selected)  # evaluate must not remake what it judges
         return not only_reads and self._differs_in_format(stage, found)
@@ -190,6 +192,9 @@ class Planner:
 
     def _refusal(self, refused: Stage, stage: Stage, found: Found) -> str:
         """refused: the stage that may not be redone; stage: the earliest one that has changed, which causes it."""
+        there = f"stage {stage.name} of {self.run_dir} is there with other settings ({self._changes(stage, found)})"
+        if self.compared:
+            return f"{there}: give name=... for another comparison, or stage.force=true to redo what has changed"
         if refused.name not in self.selected and self._differs_in_format(refused, self.found(refused.name)):
             kept = ", which measures the model no second time" if stage.needs else ""
             return (
@@ -198,11 +203,7 @@ class Planner:
                 f"stage={refused.name} first{kept}, or give name=... for a new run"
             )
         replace = "stage.force=true" if stage.name in self.selected else "stage=all stage.force=true"
-        return (
-            f"stage {stage.name} of {self.run_dir} is there with other settings "
-            f"({self._changes(stage, found)}): give name=... for a new run, "
-            f"or {replace} to redo it and what follows from it"
-        )
+        return f"{there}: give name=... for a new run, or {replace} to redo it and what follows from it"
 
     def _changes(self, stage: Stage, found: Found) -> str:
         """What differs from the record, old -> new."""

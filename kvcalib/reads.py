@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 from functools import cache
 from pathlib import Path
 
 from kvcalib import records
+from kvcalib.errors import MissingInput
 from kvcalib.session import MODEL_KEYS
 from kvcalib.settings import Settings, TensorSettings, plain
 
@@ -27,8 +29,13 @@ def _model(settings: Settings) -> dict:
     if kept["path"]:  # overrides every other source
         kept.update(packages=[], sha256=None)
         files = [file for file in _files_of(kept["path"]) if file.suffix in WEIGHT_FILES]
-        kept["files"] = {file.name: _stamp(file) for file in files}
+        kept["files"] = {_below(file, Path(kept["path"])): _stamp(file) for file in files}
     return kept
+
+
+def _below(file: Path, root: Path) -> str:
+    """`step-10/model.safetensors`: the name alone may be there twice."""
+    return file.relative_to(root).as_posix() if root.is_dir() else file.name
 
 
 def _stamp(path: Path) -> str:
@@ -52,10 +59,13 @@ def _content(path: str | None) -> str | None:
 
 @cache
 def _digest(path: Path, stamp: str) -> str:
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 20):
-            digest.update(block)
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError as error:
+        raise MissingInput(f"{path} cannot be read: {error.strerror}") from error
     return digest.hexdigest()
 
 
@@ -66,7 +76,7 @@ def _files_of(path: str | None) -> list[Path]:
     root = Path(path)
     if root.is_dir():
         return sorted(p for p in root.rglob("*") if p.is_file())
-    return [root] if root.is_file() else sorted(Path(p) for p in glob.glob(path))
+    return [root] if root.is_file() else sorted(p for p in map(Path, glob.glob(path)) if p.is_file())
 
 
 def collect(settings: Settings) -> dict:
@@ -111,7 +121,7 @@ def export(settings: Settings) -> dict:
 
 def evaluate(settings: Settings) -> dict:
     measure = plain(settings.eval)
-    measure["text_path"] = _content(measure["text_path"])
+    measure |= {key: _content(measure[key]) for key in ("text_path", "text_eval_path")}
     measure["order"] = measure["order"] or settings.data.order.value
     data = {} if measure["text"] else _data(settings)
     return {"eval": measure, "data": data, "seed": settings.seed}
@@ -129,9 +139,16 @@ def peer(settings: Settings) -> dict:
 
 
 def bench(settings: Settings) -> dict:
-    return {"bench": plain(settings.bench), "threads": settings.threads}
+    """Which text is timed makes no difference that could be told from noise."""
+    return {
+        "bench": plain(settings.bench),
+        "threads": settings.threads,
+        "device": settings.device.value,
+        "kernel": os.environ.get("KVCALIB_KERNEL") or "auto",
+        "model": {"context": settings.model.context},
+    }
 
 
 def report(settings: Settings) -> dict:
     timed = records.finished(Path(settings.run_dir), "bench")
-    return {"name": settings.name, "bench": timed.record["fingerprint"] if timed else None}
+    return {"name": settings.name, "bench": timed.record["finished"] if timed else None}

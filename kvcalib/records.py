@@ -81,8 +81,9 @@ def finished(run_dir: Path, stage: str) -> Found | None:
 
 
 def sibling(runs_root: Path, run_dir: Path, stage: str, wanted: str) -> Found | None:
-    """The same stage with the same fingerprint, finished in another run of the same root, or one folder below."""
-    places = [*runs_root.glob(f"*/{stage}/stage.json"), *runs_root.glob(f"*/*/{stage}/stage.json")]
+    """The same stage with the same fingerprint, finished in another run of the root or one folder below, or beside."""
+    places = {*runs_root.glob(f"*/{stage}/stage.json"), *runs_root.glob(f"*/*/{stage}/stage.json")}
+    places |= {*run_dir.parent.glob(f"*/{stage}/stage.json")}
     for path in sorted(places):
         other = path.parent.parent
         found = finished(other, stage) if other != run_dir else None

@@ -6,7 +6,8 @@ loads nothing, and goes away with the run, so that a sweep holds one model at a 
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Iterable
+from functools import cache, cached_property
 
 from kvcalib.errors import ConfigError
 from kvcalib.records import fingerprint
@@ -34,8 +35,6 @@ class Session:
 
         settings = self.settings
         torch.manual_seed(settings.seed)
-        if settings.threads:
-            torch.set_num_threads(settings.threads)
         kept = plain(settings.model)
         arguments = {key: kept[key] for key in (*MODEL_KEYS, "install")}
         arguments |= {"device": _device(settings.device), "seed": settings.seed}
@@ -44,6 +43,13 @@ class Session:
             self._loaded.clear()
             self._loaded[wanted] = load_model(**arguments)
         return self._loaded[wanted]
+
+    def use_threads(self) -> None:
+        """As many as the settings say; null is what torch began with, whatever a session before this one had."""
+        import torch
+
+        initially = _threads_of_torch()
+        torch.set_num_threads(self.settings.threads or initially)
 
     @property
     def model(self):
@@ -78,27 +84,41 @@ class Session:
     def calibration(self):
         """Token windows of the calibration text."""
         data = self.settings.data
-        return self._windows(
-            "calibration", (data.name, data.path, data.eval_path), data.windows, data.length, data.order
-        )
+        return self._windows("calibration", data.windows, data.length, data.order)
 
     @cached_property
     def evaluation(self):
         """Token windows of the held-out text."""
-        measure, data = self.settings.eval, self.settings.data
-        source = (data.name, data.path, data.eval_path)
-        if measure.text:
-            source = (measure.text.value, measure.text_path, None)
-        return self._windows("evaluation", source, measure.windows, measure.length, measure.order or data.order)
+        measure = self.settings.eval
+        return self._windows("evaluation", measure.windows, measure.length, measure.order or self.settings.data.order)
 
-    def _windows(self, split: str, source: tuple, count: int, length: int, order: Order):
-        """source: name, path and eval_path of a text."""
+    def check_texts(self, splits: Iterable[str]) -> None:
+        """Raise MissingInput for files that are not there, ConfigError for held-out ones that calibrate."""
+        from kvcalib.data.corpora import check_held_out
+
+        splits = list(splits)
+        for split in splits:
+            self._corpora[split].files(split)
+        if "evaluation" in splits:
+            check_held_out(*self._corpora.values())
+
+    @cached_property
+    def _corpora(self) -> dict:
+        """The texts that calibrate and that judge."""
+        from kvcalib.data.corpora import Corpus
+
+        data, measure = self.settings.data, self.settings.eval
+        calibrates = judges = Corpus(data.name, data.path, data.eval_path)
+        if measure.text:
+            judges = Corpus(measure.text.value, measure.text_path, measure.text_eval_path, "eval.text_")
+        return {"calibration": calibrates, "evaluation": judges}
+
+    def _windows(self, split: str, count: int, length: int, order: Order):
         from kvcalib.data.corpora import load_text
         from kvcalib.data.windows import make_windows
 
-        text = load_text(*source[:2], split, eval_path=source[2])
         return make_windows(
-            text,
+            load_text(self._corpora[split], split),
             self.tokenizer,
             count=count,
             length=length,
@@ -113,6 +133,13 @@ def _check_group(key: str, group: int, dims: set[int]) -> None:
         if dim % group:
             fitting = ", ".join(str(n) for n in range(1, PAGE + 1) if PAGE % n == 0 and dim % n == 0)
             raise ConfigError(f"{key}={group} does not divide the {dim} channels of a head: use one of {fitting}")
+
+
+@cache
+def _threads_of_torch() -> int:
+    import torch
+
+    return torch.get_num_threads()
 
 
 def _device(device: Device) -> str:

@@ -124,10 +124,14 @@ class StageSettings:
 
 @dataclass
 class EvalSettings:
-    """What is measured on held-out text: `text` names another than calibration's, `text_path` is its `data.path`."""
+    """What is measured on held-out text. `text` names another than calibration's.
+
+    `text_path` and `text_eval_path` are its `data.path` and `data.eval_path`.
+    """
 
     text: Text | None
     text_path: str | None
+    text_eval_path: str | None
     order: Order | None
     windows: int
     length: int
@@ -224,6 +228,7 @@ def absolute_paths(settings: Settings, launch: Path) -> Settings:
     settings.data.path = _absolute(settings.data.path, launch)
     settings.data.eval_path = _absolute(settings.data.eval_path, launch)
     settings.eval.text_path = _absolute(settings.eval.text_path, launch)
+    settings.eval.text_eval_path = _absolute(settings.eval.text_eval_path, launch)
     if settings.model.path and _is_local(settings.model.path, launch):
         settings.model.path = _absolute(settings.model.path, launch)
     return settings

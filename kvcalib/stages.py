@@ -18,7 +18,7 @@ from kvcalib.planner import Stage, Task
 from kvcalib.session import Session
 from kvcalib.settings import Settings, plain
 
-TEXT_KEYS = ("text", "text_path", "order", "windows", "length")
+TEXT_KEYS = ("text", "text_path", "text_eval_path", "order", "windows", "length")
 CALIBRATING = {"collect", "fisher"}
 JUDGING = {"reference", "measure", "evaluate"}
 """Stages that read the calibration text, and those that read the held-out one."""
@@ -204,27 +204,19 @@ def _check_text(session: Session) -> None:
     _ = session.evaluation
 
 
-def check_files(settings: Settings, names: Iterable[str]) -> None:
-    """Raise MissingInput where a stage of `names` would read a text whose files are not there. Loads nothing."""
-    from kvcalib.data.corpora import files_of
-
-    wanted, data, measure = set(names), settings.data, settings.eval
-    read = {}
-    if wanted & CALIBRATING:
-        read["data.path"] = data.path
-    if wanted & JUDGING and measure.text:
-        read["eval.text_path"] = measure.text_path
-    elif wanted & JUDGING:
-        read |= {"data.path": data.path, "data.eval_path": data.eval_path}
-    for key, path in read.items():
-        if path is not None:
-            files_of(path, key)
+def check_texts(session: Session, names: Iterable[str]) -> None:
+    """Refuse, before anything is loaded, texts of the stages `names` that are not there."""
+    wanted = set(names)
+    reading = {"calibration": wanted & CALIBRATING, "evaluation": wanted & JUDGING}
+    session.check_texts(split for split, found in reading.items() if found)
 
 
 def prepare(session: Session, names: list[str]) -> None:
     """Load what the stages `names` will need, and refuse what cannot work, before the first of them runs."""
     wanted = set(names)
-    check_files(session.settings, wanted)
+    check_texts(session, wanted)
+    if wanted:
+        session.use_threads()
     if wanted & {"collect", "fisher", "export", "evaluate", "bench"}:
         session.check_format()
     if "codebooks" in wanted and session.settings.quant.budget is not None:
@@ -269,8 +261,8 @@ TABLE = (
     Stage("codebooks", ("fisher", "outliers"), reads.codebooks, _codebooks, shared=True),
     Stage("export", ("codebooks", "outliers"), reads.export, _export),
     Stage("reference", (), reads.reference, _reference, shared=True, derived=True),
-    Stage("measure", ("export", "reference"), lambda settings: {}, _measure, derived=True),
-    Stage("evaluate", ("export",), reads.evaluate, _evaluate, derived=True),
+    Stage("measure", ("export", "reference"), lambda settings: {}, _measure, derived=True, version=2),
+    Stage("evaluate", ("export",), reads.evaluate, _evaluate, derived=True, version=2),
     Stage("bench", ("export",), reads.bench, _bench, derived=True),
     Stage("report", ("evaluate",), reads.report, _report, derived=True),
 )

@@ -4,7 +4,7 @@ import pytest
 
 from kvcalib.checks import check, problems
 from kvcalib.errors import ConfigError
-from kvcalib.settings import Books, Levels, Range, Rank, Rope, Rounding
+from kvcalib.settings import Books, Levels, Range, Rank, Rope, Rounding, Text
 
 
 def test_default_has_no_problem(settings):
@@ -40,6 +40,9 @@ def test_all_problems_are_reported_together(settings):
         ("quant.key.outliers", float("nan"), "quant.key.outliers=nan must be a share"),
         ("quant.key.levels", Levels.none, "quant.key.bits=3 must be 16"),
         ("quant.value.levels", Levels.fp8, "quant.value.levels=fp8 needs"),
+        ("eval.text_path", "x.txt", "eval.text_path is for eval.text="),
+        ("eval.text_eval_path", "x.txt", "eval.text_eval_path is for eval.text="),
+        ("eval.text", Text.textfile, "eval.text=textfile needs eval.text_eval_path=<file"),
         ("data.length", 35, "must be at least quant.sink + 32 = 36"),
         ("data.length", 10**6, "longer than model.context=8192"),
         ("eval.needle_lengths", [9000], "eval.needle_lengths=9000 is longer"),
@@ -105,6 +108,13 @@ def test_unbiased_is_for_fitted_levels_in_a_calibrated_range_or_a_norm(settings,
         "quant.key.unbiased=true needs quant.key.levels=nuq or mixed, quant.key.range=static or norm, "
         "quant.key.rank=error or range and quant.key.q_norm=false"
     )
+
+
+def test_fp8_has_nothing_beyond_its_range(settings):
+    key = settings.quant.key
+    key.levels, key.bits, key.rank = Levels.fp8, 8, Rank.threshold
+    (sentence,) = problems(settings)
+    assert sentence.startswith("quant.key.rank=threshold needs other levels than quant.key.levels=fp8")
 
 
 def test_a_window_that_is_too_long_is_one_sentence_about_the_window(settings):

@@ -50,7 +50,8 @@ METHODS = [
 
 @pytest.mark.parametrize(("experiment", "name", "line"), METHODS)
 def test_every_method_of_a_comparison_composes(experiment, name, line):
-    line = line.replace("${data.name}", "wikitext2").replace("${typed:${data.path}}", "null")
+    line = line.replace("${data.name}", "wikitext2")
+    line = line.replace("${typed:${data.path}}", "null").replace("${typed:${data.eval_path}}", "null")
     settings = settings_of(f"experiment={experiment}", "stage=measure", f"name={name}", *line.split())
     assert settings.quant.sink == (int(name[-1]) if name.startswith("sink") else 1)
     assert settings.quant.window == (int(name.split("-")[1].strip("w")) if "w128" in name or "window" in name else 0)

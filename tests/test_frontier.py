@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kvcalib
-from kvcalib import frontier, load_artifact
+from kvcalib import cli, frontier, load_artifact
 from kvcalib.errors import ConfigError
 from kvcalib.quant.codebook import middles
 from kvcalib.settings import FrontierSettings
@@ -65,6 +65,8 @@ def test_quotes_of_a_word_are_kept():
         "data.path='a b/c'",
         'x="d e"',
     ]
+    path = cli.typed("/it's here/a b")
+    assert frontier.WORD.findall(f"data.path={path} seed=1") == [f"data.path={path}", "seed=1"]
 
 
 def test_time_left_counts_what_is_due():
@@ -115,6 +117,27 @@ def test_one_command_measures_reports_and_resumes(command, tmp_path):
     assert second.stderr.count("measure: done") == 2
     names = [line.split()[0] for line in second.stdout.splitlines() if line.startswith(("int4", "nuq2", "k3v2"))]
     assert names[:3] == ["int4", "nuq2", "k3v2"]
+
+
+def test_what_has_changed_is_redone_when_asked(command, tmp_path):
+    method = "+frontier.sets.mine.a='quant=int4_token quant.key.bits={}'"
+    command(method.format(4), "frontier.methods=[a,int4]")
+    done = command(method.format(3), "frontier.methods=[a,int4]", fails=True)
+    assert "quant.key.bits 4 -> 3" in done.stderr
+    assert done.stderr.splitlines()[-1].endswith(
+        "name=... for another comparison, or stage.force=true to redo what has changed"
+    )
+    done = command(method.format(3), "frontier.methods=[a,int4]", "stage.force=true")
+    again = [line.split(":")[0] for line in done.stderr.splitlines() if ": " in line and "running" in line]
+    assert again == ["outliers", "codebooks", "export", "measure"], "a, and nothing of int4"
+
+
+def test_methods_share_what_they_measure_wherever_they_are(command, tmp_path):
+    """A folder outside of runs_root, and one that the shell would have to quote."""
+    place = "run_dir=" + cli.typed(str(tmp_path / "it's elsewhere" / "x"))
+    done = command(place, "frontier.methods=[int4,nuq2]")
+    assert done.stderr.count("reference: running") == done.stderr.count("collect: running") == 1
+    assert (tmp_path / "it's elsewhere" / "x" / "nuq2" / "measure" / "metrics.json").is_file()
 
 
 def test_q_norm_is_a_method_beside_the_same_without(command, tmp_path):

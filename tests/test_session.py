@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 
 from kvcalib import cli, load_artifact, pipeline, stages
@@ -48,7 +49,7 @@ def ran(done):
         (["model.config.head_dim=80", "quant=kivi4"], "quant.value.group=32 does not divide the 80 channels"),
         (["quant.budget=1.1", "quant.key.outliers=0.02"], "quant.budget=1.1 .* leaves less than one bit per code"),
         (["eval.windows=100000"], "100000 windows of 256 tokens"),
-        (["eval.chunk=256"], "eval.length=256 measures nothing quantised"),
+        (["eval.chunk=256"], "eval.length=256 measures nothing quantised.* or more, or eval.chunk=91 or less, or a sm"),
         (["eval=standard", "eval.needle_lengths=[20]"], "eval.needle_lengths=20 is too short"),
         ([f"eval.prompt={'x' * 600}"], "the prompt has 600 tokens"),
         (["stage=bench", "bench.contexts=[64]"], "bench.contexts=64 is too short for bench.rounds=3 of bench.steps=32"),
@@ -74,6 +75,21 @@ def test_texts_are_looked_for_before_the_model_is_loaded(command, monkeypatch, o
     monkeypatch.setattr(Session, "loaded", property(lambda self: pytest.fail("the model is loaded")))
     with pytest.raises(MissingInput, match=rf"^/launch/lost: no such file \({key}\)$"):
         command(*overrides)
+
+
+def test_a_text_that_calibrates_does_not_judge(command, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text("x")
+    mine = ("data=textfile", f"data.path={tmp_path}/a.txt", f"data.eval_path={tmp_path}/b.txt", "eval.text=textfile")
+    with pytest.raises(ConfigError, match=r"^eval.text_path: .*a.txt is calibration text too"):
+        command(*mine, f"eval.text_path={tmp_path}/a.txt")
+
+
+def test_threads_are_those_of_the_settings_whatever_was_before():
+    before = torch.get_num_threads()
+    for words, count in ((["threads=3"], 3), (["threads=1"], 1), (["threads=null"], before)):
+        stages.prepare(Session(settings_of(*words)), ["report"])
+        assert torch.get_num_threads() == count
 
 
 def test_a_stage_looks_only_for_the_text_that_it_reads(command):
@@ -127,6 +143,9 @@ def test_timing_is_a_stage_of_its_own_and_renews_the_report(command, tmp_path, c
     assert found["stages"].keys() == set(EVERYTHING)
     assert ran(command("stage=bench", *few)) == []
     assert ran(command(*few)) == ["report"]
+    assert ran(command("stage=bench", "stage.force=true", *few)) == ["bench"]
+    assert ran(command(*few)) == ["report"], "with the new timings"
+    assert ran(command("stage=bench", *few, "model.context=300")) == ["bench"]
     assert "Whole decode steps" in (tmp_path / "tiny-mixed3" / "report" / "report.md").read_text()
     assert ran(command("stage=bench", *few, "bench.rounds=2")) == ["bench"]
 

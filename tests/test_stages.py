@@ -23,6 +23,24 @@ def test_the_table_is_in_order_of_dependence():
         assert set(stage.needs) <= set(NAMES[:position])
 
 
+def test_what_is_timed_decides_whether_timings_are_current(settings, monkeypatch):
+    before = Planner(settings, TABLE).prints["bench"]
+    monkeypatch.setenv("KVCALIB_KERNEL", "reference")
+    assert Planner(settings, TABLE).prints["bench"] != before
+
+
+def test_local_files_count_by_their_place_and_folders_do_not(settings, tmp_path):
+    (tmp_path / "step-10").mkdir()
+    for name in ("config.json", "model.safetensors", "step-10/model.safetensors"):
+        (tmp_path / name).write_text("x")
+    settings.model.path = str(tmp_path)
+    settings.data.path = f"{tmp_path}/*"  # finds a folder, too
+    before = copy.deepcopy(TABLE[0].reads(settings))
+    assert set(before["model"]["files"]) == {"config.json", "model.safetensors", "step-10/model.safetensors"}
+    (tmp_path / "model.safetensors").write_text("other")
+    assert TABLE[0].reads(settings) != before
+
+
 @pytest.mark.parametrize(
     ("path", "value", "first"),
     [
@@ -43,7 +61,8 @@ def test_the_table_is_in_order_of_dependence():
         ("eval.text", "pycode", ["reference", "measure", "evaluate", "report"]),
         ("model.dtype", "bfloat16", ["collect", "fisher"]),
         ("name", "other", ["report"]),
-        ("device", Device.cpu, []),
+        ("device", Device.cpu, ["bench"]),
+        ("model.context", 300, ["bench"]),
         ("threads", 1, ["bench"]),
         ("bench.rounds", 2, ["bench"]),
         ("quant.name", "other", []),

@@ -82,8 +82,8 @@ def _combination_problems(name: str, spec: TensorSpec) -> list[str]:
         found.append(f"rotation={spec.rotation} must be none (rotary embedding does not commute with it)")
     if spec.rotation != "none" and (not spec.quantised or spec.range == "static"):
         found.append(f"rotation={spec.rotation} needs quantised values with range=token or norm")
-    if spec.rank == "threshold" and (spec.range != "static" or spec.rounding != "nearest"):
-        found.append("rank=threshold needs range=static and rounding=nearest")
+    if spec.rank == "threshold" and (spec.range != "static" or spec.rounding != "nearest" or spec.levels == "fp8"):
+        found.append("rank=threshold needs range=static, rounding=nearest and other levels than fp8")
     if spec.rank == "tails" and (spec.range != "token" or spec.scope != "layer"):
         found.append("rank=tails needs range=token and scope=layer")
     return found

@@ -24,10 +24,9 @@ from kvcalib.errors import ConfigError
 from kvcalib.fit.frame import frame_from_bounds, symmetric_frame
 from kvcalib.fit.thresholds import tail_quantile, two_sided
 from kvcalib.quant.rotation import rotate
-from kvcalib.quant.spec import CacheSpec, TensorSpec
+from kvcalib.quant.spec import FP8_MAX, CacheSpec, TensorSpec
 
 FILE = "frames.safetensors"
-_FP8_MAX = 448.0
 _FP16_MAX = 65504.0
 _FP16_FINE = 2.0**-4
 """A largest magnitude below this would leave the rest of the tensor among the subnormal numbers of fp16."""
@@ -79,7 +78,7 @@ def _frame(low, high, name: str, spec: TensorSpec, header: dict):
     if not spec.quantised:
         return torch.zeros(lo.shape), torch.full(lo.shape, _power_of_two(absmax.max()))
     if spec.levels == "fp8":
-        return symmetric_frame(layer_max / _FP8_MAX)
+        return symmetric_frame(layer_max / FP8_MAX)
     if spec.range in ("token", "norm"):
         return symmetric_frame(layer_max / _FP16_MIDDLE)
     if spec.range == "group":

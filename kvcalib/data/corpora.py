@@ -17,6 +17,7 @@ joined by a blank line, files in sorted order.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import gzip
 import json
@@ -25,6 +26,7 @@ import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from kvcalib.data.hub import hub_column
 from kvcalib.errors import ConfigError, MissingInput
@@ -36,33 +38,93 @@ REPEATABLE = 60
 """Characters below which a paragraph may occur in both halves of pydoc."""
 JSON_NAME = re.compile(r"\.jsonl?(\.gz)?$")
 SPLITS = ("calibration", "evaluation")
+BUILT_IN = ("pydoc", "pycode")
+FOLDERS = {
+    "wikitext2": {"calibration": "wiki.train*.raw", "evaluation": "wiki.test*.raw"},
+    "c4": {"calibration": "c4-train*.json*", "evaluation": "c4-validation*.json*"},
+}
+"""What the files of each split are called where a folder holds both."""
 C4_FILES = {
     "calibration": "en/c4-train.00000-of-01024.json.gz",
     "evaluation": "en/c4-validation.00000-of-00008.json.gz",
 }
 
 
-def load_text(name: str, path: str | None, split: str, *, eval_path: str | None = None) -> str:
-    """The text that calibrates or evaluates. `path`, `eval_path`: file, folder or glob.
+class Corpus(NamedTuple):
+    """A text by name. path, eval_path: file, folder or glob; prefix: of the settings that these come from."""
+
+    name: str
+    path: str | None = None
+    eval_path: str | None = None
+    prefix: str = "data."
+
+    def files(self, split: str) -> list[Path]:
+        """What the split is read from; [] for text that no file of the user's holds.
+
+        Raises MissingInput where there is no such file, ConfigError where the path is for another split or name.
+        """
+        if split == "evaluation" and self.eval_path is not None:
+            return files_of(self.eval_path, f"{self.prefix}eval_path")
+        if self.path is None:
+            return []
+        key, name = f"{self.prefix}path", self.prefix[:-1]
+        if self.name in BUILT_IN:
+            raise ConfigError(f"{name}={self.name} reads no file: use {name}=textfile {key}={self.path}")
+        if self.name in FOLDERS and Path(self.path).is_dir():
+            return files_of(f"{glob.escape(self.path)}/{FOLDERS[self.name][split]}", key)
+        files = files_of(self.path, key)
+        if self.name in FOLDERS and split == "evaluation":
+            parts = " and ".join(FOLDERS[self.name].values())
+            raise ConfigError(
+                f"{key}={self.path} is one file, which calibrates: evaluation needs {self.prefix}eval_path=FILE,"
+                f" or a folder with {parts} as {key}"
+            )
+        return files
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether both splits are parts of the same files."""
+        return self.name == "textfile" and self.eval_path is None
+
+
+def load_text(corpus: Corpus, split: str) -> str:
+    """The text that calibrates or evaluates.
 
     Raises MissingInput where there is no text to be had, ConfigError where the splits overlap.
     """
     assert split in SPLITS, split
-    if name not in SOURCES:
-        raise ConfigError(f"data.name={name!r} must be one of: {', '.join(SOURCES)}")
-    if eval_path is not None:
-        _refuse_overlap(path, eval_path)
-    held_out = split == "evaluation" and eval_path is not None
-    text = _read_all(name, eval_path) if held_out else SOURCES[name](path, split, eval_path)
+    if corpus.name not in SOURCES:
+        raise ConfigError(f"data.name={corpus.name!r} must be one of: {', '.join(SOURCES)}")
+    files = corpus.files(split)
+    if corpus.eval_path is not None:
+        check_held_out(corpus, corpus)
+    if files:
+        text, where = _read_all(corpus.name, files), str(files[0]) if len(files) == 1 else f"{len(files)} files"
+    else:
+        text, where = SOURCES[corpus.name](corpus, split), f"{corpus.prefix[:-1]}={corpus.name}"
+    if files and corpus.is_cut:
+        cut = _cut(text)
+        text = text[:cut] if split == "calibration" else text[cut:]
     if not text.strip():
-        where = eval_path if held_out else path or f"data={name}"
         raise MissingInput(f"the {split} text of {where} is blank")
     return text
 
 
-def _pydoc(path: str | None, split: str, eval_path: str | None) -> str:
-    if path is not None:
-        raise ConfigError(f"data=pydoc reads no file: use data=textfile data.path={path}")
+def check_held_out(calibrates: Corpus, judges: Corpus) -> None:
+    """Raise ConfigError if a file that calibrates is one that judges, unless each is the part for it."""
+    with contextlib.suppress(MissingInput):  # a text that is gone is missed where it is read
+        calibrating, judging = calibrates.files("calibration"), judges.files("evaluation")
+        if calibrates.is_cut and judges.is_cut and calibrating == judging:
+            return
+        if shared := {*calibrating} & {*judging}:
+            key = f"{judges.prefix}{'eval_path' if judges.eval_path is not None else 'path'}"
+            raise ConfigError(
+                f"{key}: {min(shared)} is calibration text too (data.path={calibrates.path}); give other files, "
+                f"or leave {key} out"
+            )
+
+
+def _pydoc(_corpus: Corpus, split: str) -> str:
     from pydoc_data.topics import topics
 
     seen: set[str] = set()
@@ -85,9 +147,7 @@ def _unseen(topic: str, seen: set[str]) -> str:
     return "\n\n".join(kept).strip("\n")
 
 
-def _pycode(path: str | None, split: str, eval_path: str | None) -> str:
-    if path is not None:
-        raise ConfigError(f"data=pycode reads no file: use data=textfile data.path={path}")
+def _pycode(_corpus: Corpus, split: str) -> str:
     library = Path(sysconfig.get_path("stdlib"))
     files = sorted(library.glob("*.py"))
     if not files:
@@ -95,50 +155,26 @@ def _pycode(path: str | None, split: str, eval_path: str | None) -> str:
     return _join(map(_read, files[SPLITS.index(split) :: 2]))
 
 
-def _wikitext2(path: str | None, split: str, eval_path: str | None) -> str:
+def _wikitext2(_corpus: Corpus, split: str) -> str:
     part = {"calibration": "train", "evaluation": "test"}[split]
-    if path is None:
-        rows = hub_column("Salesforce/wikitext", "wikitext-2-raw-v1", split=part)
-        return "".join(row or " \n" for row in rows)
-    if Path(path).is_dir():
-        return _read_all("wikitext2", f"{glob.escape(path)}/wiki.{part}*.raw")
-    if split == "evaluation" and files_of(path):
-        raise ConfigError(
-            f"data.path={path} is one file, which calibrates: evaluation needs data.eval_path=FILE,"
-            " or a folder with wiki.train*.raw and wiki.test*.raw as data.path"
-        )
-    return _read_all("wikitext2", path)
+    rows = hub_column("Salesforce/wikitext", "wikitext-2-raw-v1", split=part)
+    return "".join(row or " \n" for row in rows)
 
 
-def _c4(path: str | None, split: str, eval_path: str | None) -> str:
-    if path is None:
-        files = {"all": C4_FILES[split]}
-        return _join(_first(hub_column("allenai/c4", split="all", data_files=files)))
-    if Path(path).is_dir():
-        part = {"calibration": "train", "evaluation": "validation"}[split]
-        return _read_all("c4", f"{glob.escape(path)}/c4-{part}*.json*")
-    if split == "evaluation" and files_of(path):
-        raise ConfigError(
-            f"data.path={path} calibrates: evaluation needs data.eval_path=FILE,"
-            " or a folder with c4-train*.json.gz and c4-validation*.json.gz as data.path"
-        )
-    return _read_all("c4", path)
+def _c4(_corpus: Corpus, split: str) -> str:
+    return _join(_first(hub_column("allenai/c4", split="all", data_files={"all": C4_FILES[split]})))
 
 
-def _textfile(path: str | None, split: str, eval_path: str | None) -> str:
-    if path is None:
-        raise ConfigError("data=textfile needs data.path=<file, folder or glob>")
-    text = _read_all("textfile", path)
-    if eval_path is not None:
-        return text
-    cut = _cut(text)
-    return text[:cut] if split == "calibration" else text[cut:]
+def _textfile(corpus: Corpus, _split: str) -> str:
+    name = corpus.prefix[:-1]
+    raise ConfigError(f"{name}=textfile needs {corpus.prefix}path=<file, folder or glob>")
 
 
 SOURCES = {"pydoc": _pydoc, "pycode": _pycode, "wikitext2": _wikitext2, "c4": _c4, "textfile": _textfile}
+"""Text that is not read from files of the user's."""
 
 
-def files_of(path: str, key: str = "data.path, data.eval_path") -> list[Path]:
+def files_of(path: str, key: str = "data.path") -> list[Path]:
     """The files that `path` (file, folder or glob) stands for, sorted; key: the setting that it is from.
 
     Raises MissingInput when there is none.
@@ -154,15 +190,6 @@ def files_of(path: str, key: str = "data.path, data.eval_path") -> list[Path]:
     return files
 
 
-def _refuse_overlap(path: str | None, eval_path: str) -> None:
-    shared = set(files_of(eval_path)) & set(files_of(path) if path is not None else ())
-    if shared:
-        raise ConfigError(
-            f"data.eval_path={eval_path}: {min(shared)} is calibration text too (data.path={path});"
-            " give other files, or leave data.eval_path out"
-        )
-
-
 def _cut(text: str) -> int:
     """Where the held-out part starts: a line start at or after 1 - HELD_OUT of the text."""
     earliest = int(len(text) * (1 - HELD_OUT))
@@ -170,9 +197,8 @@ def _cut(text: str) -> int:
     return newline + 1 if 0 <= newline < len(text) - 1 else earliest
 
 
-def _read_all(name: str, path: str) -> str:
-    """All files of `path`; those of C4 are JSON lines, plain text (.txt, .raw, ...) excepted."""
-    files = files_of(path)
+def _read_all(name: str, files: list[Path]) -> str:
+    """All the files, one after the other; those of C4 are JSON lines, plain text (.txt, .raw, ...) excepted."""
     if name != "c4":
         return _join(map(_read, files))
     texts = (t for f in files for t in (_documents(f) if JSON_NAME.search(f.name) else [_read(f)]))

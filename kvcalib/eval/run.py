@@ -97,11 +97,13 @@ def check_pages(spec: CacheSpec, length: int, chunk: int) -> None:
     """Raises ConfigError if the last chunk of a window would find no page to read."""
     needed = spec.sink + spec.window + PAGE
     if spec.quantised and (length - 1) // chunk * chunk < needed:
-        enough = -(-needed // chunk) * chunk + 1
+        remedies = [f"eval.length={-(-needed // chunk) * chunk + 1} or more"]
+        remedies += [f"eval.chunk={length - 1 - needed} or less"] if length - 1 > needed else []
+        remedies += ["a smaller quant.window"] if spec.window else []
         raise ConfigError(
             f"eval.length={length} measures nothing quantised: quant.sink={spec.sink} and quant.window={spec.window}"
             f" tokens stay exact, and a page of {PAGE} more must be full before the last eval.chunk={chunk} tokens"
-            f" read it; use eval.length={enough} or more, or a smaller quant.window"
+            f" read it; use {', or '.join(remedies)}"
         )
 
 

@@ -22,6 +22,8 @@ PAGE = 32
 """Tokens per page: the unit in which tokens leave the full-precision window."""
 LARGEST = 1e18
 """Of a key or value: beyond, their squares are no numbers of float32."""
+FP8_MAX = 448.0
+"""The largest magnitude of float8 e4m3."""
 ROOM = 4
 """Slots of a page, for each outlier that it has on average, where their number is left to thresholds."""
 

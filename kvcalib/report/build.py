@@ -150,8 +150,6 @@ def figures(run: Run) -> Iterator[Figure]:
     if series := widths(run):
         caption = "Mean bits of a code, where every rotary pair of keys and every 16 channels of values has its own."
         yield Figure(plots.per_layer(series, title="Bits by layer", unit="bits"), caption)
-    if series := m.get("layers"):
-        yield Figure(plots.per_layer(series, title="Error by layer", unit="relative error"))
     yield from map(Figure, speed.figures(run.bench) if run.bench else ())
     for side, label in (("fp", "full precision"), ("cache", "quantised cache")):
         if m.get("needle"):

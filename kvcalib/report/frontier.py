@@ -37,6 +37,11 @@ def write(facts: dict, out: Path) -> str:
     return "\n\n".join([*blocks, f"report   {out / 'frontier.html'}"])
 
 
+def line(row: dict) -> str:
+    """One method alone, for the end of its run."""
+    return columns(HEADER[:-1], [_cells(row)])
+
+
 def introduction(facts: dict) -> str:
     measured = _measured(facts["rows"])
     needles = measured[0].get("needle_fp")

@@ -327,7 +327,7 @@ def test_a_damaged_file_is_refused_with_the_reason(path, change, message):
         ("value", {"range": "norm"}, "spec.value.range=norm needs levels nuq, nf or mixed"),
         ("value", {"rotation": "hadamard", "bits": 16, "levels": "none"}, "rotation=hadamard needs quantised values"),
         ("value", {"rotation": "hadamard", "range": "static"}, "needs quantised values with range=token or norm"),
-        ("value", {"rank": "threshold"}, "spec.value.rank=threshold needs range=static and rounding=nearest"),
+        ("value", {"rank": "threshold"}, "spec.value.rank=threshold needs range=static, rounding=nearest"),
         ("key", {"rank": "tails"}, "spec.key.rank=tails needs range=token and scope=layer"),
         (None, {"window": -1}, "spec.window=-1 must be a count of tokens"),
         (None, {"sink": 1.5}, "spec.sink=1.5"),

@@ -7,8 +7,12 @@ from pathlib import Path
 import pytest
 
 from kvcalib.data import corpora
-from kvcalib.data.corpora import files_of, load_text
+from kvcalib.data.corpora import Corpus, check_held_out, files_of
 from kvcalib.errors import ConfigError, MissingInput
+
+
+def load_text(name, path, split, eval_path=None):
+    return corpora.load_text(Corpus(name, path, eval_path), split)
 
 
 @pytest.fixture
@@ -102,6 +106,49 @@ def test_globs_and_folders_are_sorted_and_joined_by_a_blank_line(tmp_path):
 def test_the_same_file_for_both_splits_is_refused(lines):
     with pytest.raises(ConfigError, match="calibration text too"):
         load_text("textfile", str(lines), "evaluation", eval_path=str(lines.parent / "*.txt"))
+
+
+def test_files_beside_those_that_calibrate_may_judge(tmp_path):
+    for part in ("train", "valid"):
+        (tmp_path / f"wiki.{part}.raw").write_text(f" = {part} = \n")
+    other = str(tmp_path / "wiki.valid.raw")
+    assert load_text("wikitext2", str(tmp_path), "evaluation", eval_path=other) == " = valid = \n"
+    with pytest.raises(ConfigError, match=r"^data\.eval_path: .*wiki\.train\.raw is calibration text too"):
+        load_text("wikitext2", str(tmp_path), "evaluation", eval_path=str(tmp_path))
+
+
+def test_another_text_that_judges_must_not_calibrate(lines, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("held out")
+    path, held_out = str(lines), str(other)
+    judges = {
+        kind: Corpus("textfile", *paths, "eval.text_")
+        for kind, paths in {
+            "same": (path, None),
+            "whole": (None, path),
+            "other": (held_out, None),
+            "all": (None, held_out),
+        }.items()
+    }
+    for kind in ("same", "other", "all"):
+        check_held_out(Corpus("textfile", path), judges[kind])
+    with pytest.raises(ConfigError, match=r"^eval\.text_eval_path: .*notes\.txt is calibration text too"):
+        check_held_out(Corpus("textfile", path), judges["whole"])
+    with pytest.raises(ConfigError, match=r"^eval\.text_path: .*notes\.txt is calibration text too"):
+        check_held_out(Corpus("textfile", path, held_out), judges["same"])
+    assert corpora.load_text(judges["all"], "evaluation") == "held out"
+    check_held_out(Corpus("textfile", str(tmp_path / "gone.txt")), judges["same"])
+
+
+def test_messages_name_the_settings_of_the_text(tmp_path, lines):
+    with pytest.raises(MissingInput, match=r"lost: no such file \(eval\.text_path\)$"):
+        corpora.load_text(Corpus("textfile", str(tmp_path / "lost"), prefix="eval.text_"), "evaluation")
+    with pytest.raises(ConfigError, match=r"^eval\.text=pydoc reads no file: use eval\.text=textfile eval\.text_path="):
+        corpora.load_text(Corpus("pydoc", str(lines), prefix="eval.text_"), "evaluation")
+    with pytest.raises(ConfigError, match=r"^eval\.text_path=.* evaluation needs eval\.text_eval_path=FILE"):
+        corpora.load_text(Corpus("wikitext2", str(lines), prefix="eval.text_"), "evaluation")
+    with pytest.raises(ConfigError, match=r"^eval\.text=textfile needs eval\.text_path="):
+        corpora.load_text(Corpus("textfile", prefix="eval.text_"), "evaluation")
 
 
 @pytest.mark.parametrize("name", ["textfile", "wikitext2", "c4"])

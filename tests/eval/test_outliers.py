@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -53,6 +55,16 @@ def test_fp8_frames_reach_to_448(model, windows):
     found = hits(model, artifact, windows[:1])
     assert found["outlier_hit_rate_key"] < 1e-3
     assert found["outlier_hit_rate_value"] < 1e-3
+
+
+def test_levels_that_lie_farther_out_do_not_widen_the_frame(model, windows):
+    artifact = make_artifact(model, cache_spec(), windows[:1])
+    wider = {
+        i: replace(layer, key=layer.key._replace(levels=2 * layer.key.levels)) for i, layer in artifact.layers.items()
+    }
+    expected = hits(model, artifact, windows[:1])["outlier_hit_rate_key"]
+    assert expected > 0.001
+    assert hits(model, replace(artifact, layers=wider), windows[:1])["outlier_hit_rate_key"] == expected
 
 
 def test_ranges_of_run_time_have_no_hits(model, windows):

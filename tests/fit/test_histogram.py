@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from kvcalib.fit.histogram import Histogram, compress, merge
+from kvcalib.fit.histogram import compress
 
 
 @pytest.fixture
@@ -28,18 +28,6 @@ def test_points_move_by_less_than_a_bin(sample):
 def test_points_beyond_the_ends_keep_their_value():
     centres, _ = compress(np.array([-3.0, 0.1, 2.0]), np.ones(3), bins=8)
     np.testing.assert_allclose(centres, [-3, 0.1, 2])
-
-
-def test_merging_is_associative_and_equals_one_pass(sample):
-    parts = []
-    for points, weights in zip(*(np.array_split(x, 3) for x in sample), strict=True):
-        part = Histogram(32)
-        part.observe(points, weights)
-        parts.append(part)
-    a, b, c = parts
-    left, right = merge(merge(a, b), c).result(), merge(a, merge(b, c)).result()
-    np.testing.assert_allclose(left, right, rtol=1e-12)
-    np.testing.assert_allclose(left, compress(*sample, bins=32), rtol=1e-12)
 
 
 def test_empty_and_weightless_bins_are_left_out():

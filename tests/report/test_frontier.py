@@ -59,6 +59,12 @@ def test_what_is_printed(facts, tmp_path):
     assert str(tmp_path / "frontier.html") in lines[-1]
 
 
+def test_one_method_alone_is_a_line(facts):
+    header, cells = frontier.line(facts["rows"][0]).splitlines()
+    assert header.split()[:3] == ["method", "true", "bits"]
+    assert cells.split()[0] == facts["rows"][0]["method"]
+
+
 def test_spread_is_over_the_methods_of_a_pattern(facts):
     (_, _, rows) = next(table for table in frontier.extra_tables(facts) if table[0].startswith("Spread"))
     assert rows == [("nuq", "2", "+5.00%", "+5.00%", "+5.00%", "0.1550", "0.0100", "0.3000", "-", "-", "-")]
