@@ -63,8 +63,7 @@ def load_artifact(path: str | Path) -> Artifact:
         raise ArtifactError(
             f"{file} is a safetensors file but not a kvcalib artifact (its header has no 'kvcalib' entry)"
         )
-    stored = metadata.get("sha256")
-    if stored is not None and stored != checksum(metadata[_METADATA_KEY], tensors):
+    if metadata.get("sha256") != checksum(metadata[_METADATA_KEY], tensors):
         raise ArtifactError(f"{file} is damaged (its checksum does not match); copy or export it again")
     if metadata.keys() - {*_METADATA} or metadata.get("format", "pt") != "pt":
         raise ArtifactError(f"{file} is damaged (its header does not say {', '.join(_METADATA)}); copy it again")

@@ -63,12 +63,17 @@ class Artifact:
     settings: dict = field(default_factory=dict)
     summary: dict = field(default_factory=dict)
     version: int = VERSION
-    is_valid: bool = field(default=False, init=False, repr=False, compare=False)  # `replace` makes one that is not yet
+    valid_as: list = field(default_factory=list, init=False, repr=False, compare=False)
+    """What `validate` has seen: tensors, and how often each had been written to."""
 
 
 def validate(artifact: Artifact) -> None:
-    """Raises ArtifactError with every problem found: layer, tensor and what is wrong with it. Looks only once."""
-    if artifact.is_valid:
+    """Raises ArtifactError with every problem found: layer, tensor and what is wrong with it.
+
+    Looks once, and again when a tensor has been put in the place of another or written to.
+    """
+    stamp = [artifact.spec, *_stamp(artifact)]
+    if _is_same(stamp, artifact.valid_as):
         return
     problems = spec_problems(artifact.spec)
     if problems:
@@ -81,7 +86,24 @@ def validate(artifact: Artifact) -> None:
             problems += [f"layers.{index}.{name}: {text}" for text in table_problems(name, spec, tables)]
     if problems:
         raise ArtifactError(f"the calibration is not usable: {_listed(problems)}")
-    object.__setattr__(artifact, "is_valid", True)
+    artifact.valid_as[:] = stamp
+
+
+def _stamp(artifact: Artifact) -> list:
+    """(layer, field, tensor, version) of everything that kernels read."""
+    return [
+        (index, tensor, None if tensor is None or tensor.is_inference() else tensor._version)
+        for index, layer in artifact.layers.items()
+        for tables in (layer.key, layer.value)
+        for tensor in tables
+    ]
+
+
+def _is_same(stamp: list, seen: list) -> bool:
+    if len(stamp) != len(seen) or stamp[0] != seen[0]:
+        return False
+    pairs = zip(stamp[1:], seen[1:], strict=True)
+    return all(a[0] == b[0] and a[1] is b[1] and a[2] == b[2] for a, b in pairs)
 
 
 def _listed(problems: list[str]) -> str:

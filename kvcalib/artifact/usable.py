@@ -19,6 +19,8 @@ CHOICES = {
 }
 ROPE = {"key": ("pre", "post", "none"), "value": ("none",)}
 MAX_OUTLIERS = 0.5
+MOST = 2**16 - 1
+"""Outliers of a page: rows point to them in uint16."""
 
 
 def spec_problems(spec: CacheSpec) -> list[str]:
@@ -106,6 +108,11 @@ def table_problems(name: str, spec: TensorSpec, tables: Tables) -> list[str]:
         and tables.zero.shape[1] % spec.group
     ):
         found.append(f"group={spec.group} does not divide its {tables.zero.shape[1]} channels")
+    (heads, dim), most = tables.zero.shape, min(MOST, PAGE * tables.zero.numel())
+    if spec.quantised and spec.outliers_per_page(heads, dim) > most:
+        found.append(
+            f"outliers={spec.outliers} are more than the {most} that a page of {heads} x {dim} channels can hold"
+        )
     if not (tables.zero.abs() < LARGEST).all():
         found.append(f"zero is not finite, or {LARGEST:.0e} and beyond")
     if not ((tables.scale > 0) & (tables.scale < LARGEST)).all():

@@ -46,7 +46,10 @@ def installed_gguf(packages: list[str], gguf_file: str | None, *, sha256: str | 
 
 def cache_home() -> Path:
     """Where joined files are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcalib"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcalib"
+    except RuntimeError as error:  # a container without HOME
+        raise MissingInput(f"no place to keep the expanded weights ({error}): set XDG_CACHE_HOME or HOME") from error
 
 
 def partial_folder(parent: Path) -> tempfile.TemporaryDirectory:

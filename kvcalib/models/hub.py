@@ -49,5 +49,8 @@ def missing_files(folder: Path) -> list[str]:
     """Files without which the model in `folder` cannot be loaded."""
     index, names = folder / "model.safetensors.index.json", {"model.safetensors"}
     if index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, LookupError, AttributeError, TypeError) as error:
+            raise MissingInput(f"{index} is damaged ({type(error).__name__}: {error}): copy it again") from error
     return sorted(name for name in {"config.json", *names} if not (folder / name).is_file())

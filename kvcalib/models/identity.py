@@ -61,10 +61,15 @@ def weights_hash(model: PreTrainedModel) -> str:
     written to. Writing through `.data` leaves no trace but the values: a sample of those tells.
     """
     weights = _kv_weights(model)
-    stamp = [(w.data_ptr(), w._version, w.dtype, w.device, _sample(values)) for _, w, values in weights]
+    stamp = [(w.data_ptr(), version(w), w.dtype, w.device, _sample(values)) for _, w, values in weights]
     if model not in _hashes or _hashes[model][0] != stamp:
         _hashes[model] = (stamp, _hash(weights))
     return _hashes[model][1]
+
+
+def version(tensor: torch.Tensor) -> int | None:
+    """Grows with every write; None for a tensor of inference mode, which counts none."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def weights_sample(model: PreTrainedModel) -> str:

@@ -70,8 +70,12 @@ def load_model(
     dtype "auto": what the checkpoint says; for GGUF and random weights float32 on the CPU and
     bfloat16 elsewhere. Raises MissingInput, UnsupportedModel or ConfigError, one sentence each.
     """
+    if dtype not in ("auto", *DTYPES):
+        raise ConfigError(f"model.dtype={dtype} must be auto, {', '.join(DTYPES)}")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={device} but torch sees no GPU: use device=cpu")
     if path is not None:
-        model, tokenizer = _from_path(path, gguf_file, revision, dtype, device)
+        model, tokenizer = _from_path(str(path), gguf_file, revision, dtype, device)
     elif source == "gguf":
         file = installed_gguf(list(packages), gguf_file, sha256=sha256, install=install)
         model, tokenizer = _from_gguf(file, _own_dtype(dtype, device))

@@ -54,7 +54,7 @@ def normalise(x: torch.Tensor, spec: TensorSpec, tables: Tables) -> tuple[torch.
         inlier = inlier | (u.abs() <= 1)
     coded = Coded(u, *ranges.measure(u, inlier, spec, tables.levels.shape[-1]), positions)
     v = to_range(u, coded, spec)
-    if spec.ranks_by_error:
+    if spec.ranks_by_error and count:
         error = (codebook.decode(codebook.encode(v, tables), tables) - v) * ranges.factor(coded.step, spec, dim)
         positions = sparse.select_by_error(error, tables.weight, count)
         inlier, coded = sparse.inlier_mask(positions, heads, dim), coded._replace(positions=positions)

@@ -20,6 +20,7 @@ are kept per thread, so two threads may use one model.
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -169,12 +170,12 @@ class Attachment:
         configs = model.config, model.base_model.config  # two where another head shares the base
         if any(config._attn_implementation not in _NAMES.values() for config in configs):
             self.original = _original_name(model)
-            model.set_attn_implementation(_NAMES[self.original])
+            _set_attention(model, _NAMES[self.original])
 
     def switch_on(self, model) -> None:
         rotary, attention = _rotary_modules(model), list(attention_modules(model).values())
         if not self._by_torch:
-            model.set_attn_implementation(_NAMES[self.original])
+            _set_attention(model, _NAMES[self.original])
         for module in [model, model.base_model, *rotary, *attention]:
             _remove_copied_hooks(module)
         self._hooks.append(model.register_forward_pre_hook(self._watch.begin))
@@ -192,7 +193,7 @@ class Attachment:
     def switch_off(self, model) -> None:
         self.complete = False
         if model.config._attn_implementation in _NAMES.values():  # else somebody has changed it since: theirs stays
-            model.set_attn_implementation(self.original)
+            _set_attention(model, self.original)
         for hook in self._hooks:
             hook.remove()
 
@@ -208,6 +209,23 @@ def _original_name(model) -> str:
             f"load the model with attn_implementation set to one of {allowed}"
         )
     return own
+
+
+def _set_attention(model, name: str) -> None:
+    """Of the text decoder: towers for images and sound keep what they have."""
+    text = model.config.get_text_config(decoder=True)
+    others = [(config, config._attn_implementation_internal) for config in _below(model.config) if config is not text]
+    model.set_attn_implementation(name)
+    for config, own in others:
+        config._attn_implementation_internal = own  # the public name would set what is below, too
+
+
+def _below(config) -> Iterator:
+    """The configs inside of a config, at any depth."""
+    for name in config.sub_configs:
+        if (inner := getattr(config, name, None)) is not None:
+            yield inner
+            yield from _below(inner)
 
 
 def _rotary_modules(model) -> list:

@@ -92,7 +92,10 @@ def _read(path: str | Path) -> tuple[dict, dict[str, torch.Tensor]]:
         raise ArtifactError(f"{path} is a safetensors file but not a saved cache; cache.save(path) writes one")
     if metadata.get("sha256") != checksum(text, tensors):
         raise ArtifactError(f"{path} is damaged (its checksum does not match); save the cache again")
-    header = json.loads(text)
+    try:
+        header = json.loads(text)
+    except ValueError as error:
+        raise ArtifactError(f"{path}: its header is damaged ({error}); save the cache again") from error
     if not isinstance(header, dict) or header.get("version") != VERSION:
         version = header.get("version") if isinstance(header, dict) else None
         raise ArtifactError(
@@ -164,8 +167,12 @@ def _restore_linear(
     layer: LinearAttentionCacheLayerMixin, held: dict[str, torch.Tensor], flags: dict, model
 ) -> str | None:
     """What is wrong, if anything."""
-    if flags.keys() != {*_FLAGS}:
+    states = {str(k) for k in range(layer.number_of_states)}
+    by_state = [flags.get(name) for name in ("conv_kernel_size", "has_previous_state")]
+    if flags.keys() != {*_FLAGS} or any(type(each) is not dict or each.keys() != states for each in by_state):
         return "its counts are not those of a cache"
+    if held.keys() - {f"{name}.{k}" for name in _STATES for k in states}:
+        return "its tensors are not those of a cache"
     layer.record_past = flags["record_past"]
     for k in range(layer.number_of_states):
         layer.conv_kernel_size[k] = flags["conv_kernel_size"][str(k)]

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from kvcalib import load_artifact
-from kvcalib.artifact.fingerprint import fingerprint
+from kvcalib.artifact.fingerprint import checksum, fingerprint
 from kvcalib.artifact.io import save_artifact
 from kvcalib.artifact.schema import VERSION, Artifact, LayerTables, check_model, tensor_fields, validate
 from kvcalib.errors import ArtifactError, ConfigError
@@ -48,19 +48,20 @@ def path(artifact, tmp_path):
     return save_artifact(artifact, tmp_path / "deep" / "kvcalib.safetensors")
 
 
-def rewrite(path, *, tensors=None, header=None, metadata=None):
-    """Saves a changed copy over `path`."""
+def rewrite(path, *, tensors=None, header=None, text=None, metadata=None):
+    """Saves a changed copy over `path`; text: in place of the header. Its checksum fits, unless metadata is given."""
     with safe_open(path, "pt") as handle:
         old = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
         meta = handle.metadata()
     parsed = json.loads(meta["kvcalib"]) | (header or {})
-    save_file((tensors or (lambda t: t))(old), path, metadata=metadata or {"kvcalib": json.dumps(parsed)})
+    new, text = (tensors or (lambda t: t))(old), text or json.dumps(parsed)
+    save_file(new, path, metadata=metadata or {"kvcalib": text, "sha256": checksum(text, new)})
 
 
 def test_every_field_comes_back(artifact, path):
     back = load_artifact(path)
     for field in fields(Artifact):
-        if field.name not in ("layers", "summary"):
+        if field.compare and field.name not in ("layers", "summary"):
             assert getattr(back, field.name) == getattr(artifact, field.name)
     assert back.summary == {"seconds": 1.5, "not_a_number": None}
     assert back.layers.keys() == artifact.layers.keys()
@@ -282,7 +283,7 @@ def test_a_setting_changed_by_hand_is_noticed(path):
             {"tensors": lambda t: t | {"layers.1.key.weight": -torch.ones(2, 8)}},
             "weight is missing, not [heads, dim], negative",
         ),
-        ({"metadata": {"kvcalib": "{"}}, "header is damaged"),
+        ({"text": "{"}, "header is damaged"),
         ({"metadata": {"format": "pt"}}, "not a kvcalib artifact"),
     ],
 )
@@ -342,6 +343,35 @@ def test_a_format_that_cannot_be_read_is_refused_with_the_field(artifact, path, 
     assert str(path) in str(caught.value)
     with pytest.raises(ArtifactError, match=re.escape(message)):
         validate(replace(artifact, spec=CacheSpec.from_dict(spec)))
+
+
+def test_a_file_without_a_checksum_is_refused(path):
+    with safe_open(path, "pt") as handle:
+        text = handle.metadata()["kvcalib"]
+    rewrite(path, tensors=lambda held: {name: 7 * tensor for name, tensor in held.items()}, metadata={"kvcalib": text})
+    with pytest.raises(ArtifactError, match="checksum"):
+        load_artifact(path)
+
+
+def test_what_is_changed_after_it_was_looked_at_is_looked_at_again(path):
+    artifact = load_artifact(path)
+    index, layer = next(iter(artifact.layers.items()))
+    validate(artifact)
+    kept = layer.key.scale.clone()
+    layer.key.scale[0, 0] = -1
+    with pytest.raises(ArtifactError, match="scale is not finite and positive"):
+        validate(artifact)
+    layer.key.scale.copy_(kept)
+    validate(artifact)
+    artifact.layers[index] = replace(layer, key=layer.key._replace(zero=layer.key.zero[:, :-1]))
+    with pytest.raises(ArtifactError, match=r"are not both \[heads, dim\]"):
+        validate(artifact)
+
+
+def test_more_outliers_than_a_page_holds_are_refused(artifact):
+    key = replace(artifact.spec.key, levels="nuq", range="static", rank="threshold", rounding="nearest", outliers=0.3)
+    with pytest.raises(ArtifactError, match=r"outliers=0.3 are more than the \d+ that a page of"):
+        validate(replace(artifact, spec=replace(artifact.spec, key=key)))
 
 
 @pytest.mark.parametrize(("levels", "kind"), [("uniform", "token"), ("nf", "norm")])

@@ -1,5 +1,7 @@
 """The packing kernel writes the bytes of the reference."""
 
+from threading import Barrier, Thread
+
 import pytest
 import torch
 
@@ -87,6 +89,41 @@ def test_outliers_chosen_as_kvquant_does_are_packed_by_the_reference(key, value)
     assert torch.equal(dispatch.pack(*arguments), reference.pack(*arguments))
     with pytest.raises(AssertionError, match="outliers"):
         pack(*arguments)
+
+
+@pytest.mark.parametrize("rank", ["error", "range"])
+@pytest.mark.parametrize("rounding", ["nearest", "feedback"])
+def test_a_share_of_outliers_that_rounds_to_none_per_page(rank, rounding, isa):
+    spec = TensorSpec(3, "nuq", "static", rope="pre", outliers=1e-5, rank=rank, rounding=rounding)
+    found, expected, layout, tables = both(spec, VALUE, Shape(), isa)
+    assert spec.outliers_per_page(*tables[0].zero.shape) == 0
+    check(found, expected, layout, tables, exactly=False)
+
+
+def test_copies_of_a_layout_are_packed_in_threads():
+    """Each finds no plan yet, and puts its own in the place of another's."""
+    g = torch.Generator().manual_seed(3)
+    shape = Shape(heads=3, dim=64, value_dim=64)
+    tables = [make_tables(spec, shape.heads, 64, g) for spec in (KEY, VALUE)]
+    values, rope = inputs(shape, pages=12), make_rope(shape)
+    expected = reference.pack(*values, PageLayout(CacheSpec(KEY, VALUE, 0, 0), *tables), *tables, rope)
+    for _ in range(20):
+        layout, found = PageLayout(CacheSpec(KEY, VALUE, 0, 0), *tables), []
+        together = Barrier(4)
+
+        def work(layout=layout, found=found, together=together):
+            copies = [table._replace(zero=table.zero.clone()) for table in tables]
+            together.wait()
+            found.append(pack(*values, layout, *copies, rope))
+
+        threads = [Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 4
+        assert all(torch.equal(pages, found[0]) for pages in found)
+        check(found[0], expected, layout, tables, exactly=False)
 
 
 def check(found, expected, layout, tables, *, exactly: bool) -> None:

@@ -23,6 +23,13 @@ def test_config_hash_ignores_where_and_in_which_precision_the_model_was_loaded()
     assert weights_hash(model) != weights_hash(other)
 
 
+def test_a_model_of_inference_mode_has_a_hash():
+    with torch.inference_mode():
+        model = tiny("llama").bfloat16().float()
+    assert next(model.parameters()).is_inference()
+    assert weights_hash(model) == weights_hash(tiny("llama").bfloat16().float())
+
+
 def test_config_hash_sees_what_shapes_the_cache():
     base = config_hash(tiny("llama"))
     assert config_hash(tiny("llama", num_key_value_heads=1)) != base

@@ -9,6 +9,9 @@ import torch
 from huggingface_hub import constants
 
 from kvcalib.errors import ConfigError, MissingInput, UnsupportedModel
+from kvcalib.kernels.cpu import build
+from kvcalib.kernels.cpu.build import CannotBuild
+from kvcalib.models import gguf
 from kvcalib.models.expanded import expanded_folder
 from kvcalib.models.load import load_model
 from kvcalib.models.tiny import random_model
@@ -125,6 +128,34 @@ def test_a_missing_shard_is_named(folder):
     assert "no model-00001-of-00002.safetensors" in refused(folder)
 
 
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"weight_map": []}'])
+def test_a_damaged_list_of_shards(folder, text):
+    (folder / "model.safetensors.index.json").write_text(text)
+    assert "model.safetensors.index.json is damaged" in refused(folder)
+
+
+def test_words_that_are_none(tmp_path):
+    with pytest.raises(ConfigError, match="model.dtype=fp16 must be auto, float32, bfloat16, float16"):
+        load_model(source="random", dtype="fp16")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="device=cuda but torch sees no GPU"):
+            load_model(source="random", device="cuda")
+    with pytest.raises(MissingInput, match="there is no such folder"):
+        load_model(source="hub", path=tmp_path / "nothing")
+
+
+def test_a_machine_without_a_home(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("pathlib.Path.home", homeless)
+    with pytest.raises(MissingInput, match="set XDG_CACHE_HOME or HOME"):
+        gguf.cache_home()
+    with pytest.raises(CannotBuild, match="set XDG_CACHE_HOME or HOME"):
+        build._library("g++")
+
+
 def test_a_folder_without_tokenizer(folder):
     for file in folder.glob("tokenizer*"):
         file.unlink()
@@ -225,6 +256,7 @@ def test_a_model_that_does_not_fit_the_device(monkeypatch, saved):
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr("transformers.PreTrainedModel.to", full)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(ConfigError, match="GiB of weights do not fit on device=cuda"):
         load(saved, device="cuda")
 

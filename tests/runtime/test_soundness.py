@@ -92,6 +92,30 @@ def test_a_file_that_was_made_by_hand_reaches_no_kernel(model, ids, artifact, tm
         CalibratedCache.load(path, artifact, model)
 
 
+@pytest.mark.parametrize(
+    ("tensors", "flags"),
+    [
+        (None, {"conv_kernel_size": {}}),
+        (None, {"has_previous_state": True}),
+        (None, {"more": 1}),
+        (lambda held, name: held.update({name.replace("conv.0", "foo.7"): torch.ones(3)}), {}),
+        (lambda held, name: held.update({name.replace("conv.0", "conv.7"): torch.ones(3)}), {}),
+    ],
+)
+def test_states_that_were_made_by_hand_are_refused(ids, tmp_path, tensors, flags):
+    model = tiny("lfm2")
+    artifact = make_artifact(model, cache_spec(window=8, sink=2), ids[:1])
+    path = filled(artifact, model, ids).save(tmp_path / "prefix.safetensors")
+    name = next(name for name in load_file(path) if name.endswith("conv.0"))
+    index = name.split(".")[1]
+    edited(path)
+    CalibratedCache.load(path, artifact, model)
+    change = None if tensors is None else lambda held: tensors(held, name)
+    edited(path, change, lambda content: content["layers"][index].update(flags))
+    with pytest.raises(ArtifactError, match=rf"layer {index}: its (counts|tensors) are not those of a cache"):
+        CalibratedCache.load(path, artifact, model)
+
+
 def test_a_file_with_other_layers_is_refused(model, ids, artifact, tmp_path):
     path = filled(artifact, model, ids).save(tmp_path / "prefix.safetensors")
     edited(path, header=lambda content: content["layers"].pop("1"))

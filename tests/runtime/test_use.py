@@ -11,7 +11,15 @@ from dataclasses import replace
 import accelerate
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, pipeline
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    DynamicCache,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    pipeline,
+)
 
 from kvcalib.errors import ArtifactError, ConfigError, UnsupportedModel
 from kvcalib.models.tiny import byte_tokenizer
@@ -390,3 +398,26 @@ def test_keys_at_far_positions_come_back_as_they_were(model, ids, kernel, monkey
             model(ids[:1, :75], position_ids=places[None, :75], cache=cache)
             found[rope] = model(ids[:1, 75:], position_ids=places[None, 75:], cache=cache).logits
     assert (found["pre"] - found["post"]).abs().max() < 0.03
+
+
+def test_towers_keep_their_own_attention(ids):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(**sizes, num_hidden_layers=1, image_size=16, patch_size=8, projection_dim=32)
+    text = LlamaConfig(**sizes, num_hidden_layers=2, num_key_value_heads=1, vocab_size=300)
+    model = LlavaForConditionalGeneration(
+        LlavaConfig(vision_config=vision, text_config=text, image_token_id=299)
+    ).eval()
+    model.set_attn_implementation({"text_config": "sdpa", "vision_config": "eager"})
+
+    def attention():
+        configs = model.config, model.config.text_config, model.config.vision_config
+        return [config._attn_implementation for config in configs]
+
+    before, artifact = attention(), make_artifact(model, cache_spec(), ids[:1])
+    cache = CalibratedCache(artifact, model)
+    assert attention() == ["kvcalib", "kvcalib", "eager"]
+    with torch.no_grad():
+        model(ids[:1], cache=cache)
+    del cache
+    gc.collect()
+    assert attention() == before

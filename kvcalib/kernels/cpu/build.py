@@ -57,7 +57,10 @@ def _library_or_reason() -> ctypes.CDLL | str:
 
 
 def _library(compiler: str) -> ctypes.CDLL:
-    target = cache_home() / "kernels" / _key(compiler) / "kernels.so"
+    try:
+        target = cache_home() / "kernels" / _key(compiler) / "kernels.so"
+    except RuntimeError as error:  # a container without HOME
+        raise CannotBuild(f"no place to keep the library ({error}): set XDG_CACHE_HOME or HOME") from error
     try:
         with _lock(target.parent.parent):
             if not _is_intact(target):

@@ -132,9 +132,9 @@ def pack(
     assert covers(layout), "outliers chosen by threshold or tails are packed by the reference"
     pages = torch.empty(len(counts), layout.nbytes, dtype=torch.uint8)
     call, _alive = call_struct(key, value, columns, positions, counts, layout, rope, pages)
-    struct = layer_plan(layout, key_tables, value_tables, rope).struct
-    own = plan_for(layout, key_tables, value_tables).struct
-    if native().kv_pack(*map(ctypes.byref, (struct, own, call)), ISAS[isa or fastest()]):
+    # held until the call returns: another thread may put plans of its own in their place
+    layer, own = layer_plan(layout, key_tables, value_tables, rope), plan_for(layout, key_tables, value_tables)
+    if native().kv_pack(*map(ctypes.byref, (layer.struct, own.struct, call)), ISAS[isa or fastest()]):
         raise MemoryError("the packing kernel could not allocate its scratch memory")
     return pages
 

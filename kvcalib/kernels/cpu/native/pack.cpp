@@ -27,14 +27,14 @@ void pack_side(const Layer& layer, const Side& side, const PackSide& pack, const
   const int64_t channels = static_cast<int64_t>(layer.heads) * side.dim, elements = channels * kPage;
   frame_page(layer, side, pack, call, index, is_key, a.u);
   if (!side.coded) return write_fp16(layer, side, is_key, a, page);
-  const bool by_range = pack.outliers && !pack.by_error;
+  const bool by_error = pack.outliers && pack.by_error, by_range = pack.outliers && !pack.by_error;
   if (by_range) {
     score_by_range(layer, side.dim, pack, a);
     select_largest(a, elements, pack.outliers);
   }
   if (pack.range != kPackStatic) measure(layer, side, pack, a, by_range, page);
-  if (!pack.feedback || pack.by_error) encode_nearest(pack, channels, a);
-  if (pack.by_error) select_largest(a, elements, pack.outliers);
+  if (!pack.feedback || by_error) encode_nearest(pack, channels, a);
+  if (by_error) select_largest(a, elements, pack.outliers);
   if (pack.feedback) encode_feedback(pack, layer.heads, side.dim, a);
   if (pack.outliers) write_outliers(layer, side, pack, a, pack.feedback ? a.wanted : a.u, page);
   if (is_key) write_key_codes(layer, a, page);

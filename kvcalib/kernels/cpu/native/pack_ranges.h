@@ -8,10 +8,12 @@
 
 namespace {
 
-// Marks the `count` largest scores (all >= 0) as outliers.
+typedef uint32_t __attribute__((may_alias)) AliasedBits;  // numbers >= 0 compare as their bits do
+
+// Marks the `count` largest scores (all >= 0; count > 0) as outliers.
 void select_largest(const Arena& a, int64_t elements, int64_t count) {
   uint32_t counts[2048] = {};
-  const uint32_t* bits = reinterpret_cast<const uint32_t*>(a.score);
+  const AliasedBits* bits = reinterpret_cast<const AliasedBits*>(a.score);
   for (int64_t i = 0; i < elements; ++i) ++counts[bits[i] >> 20 & 2047];
   int bin = 2047;
   int64_t above = 0;
