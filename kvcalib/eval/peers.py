@@ -7,7 +7,11 @@
 Bits are those of the tensors that the library stores, ranges counted with 16 bits each as in a half-precision model.
 """
 
+import logging
 from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -15,6 +19,8 @@ from transformers import __version__ as transformers_version
 from transformers.cache_utils import Cache, DynamicCache, QuantizedCache
 
 from kvcalib.errors import MissingInput, UnsupportedModel
+
+log = logging.getLogger(__name__)
 
 PACKAGES = {"quanto": "optimum-quanto", "hqq": "hqq"}
 MULTIPLE = 32
@@ -56,6 +62,8 @@ def real_peer(peer: Peer, model) -> Cache:
     options = {"nbits": peer.bits, "q_group_size": peer.group}
     axes = {"axis_key": peer.axis_key, "axis_value": peer.axis_value}
     try:
+        if peer.library == "quanto":
+            _tell_of_lock()
         return QuantizedCache(peer.library, model.config, **options, **axes)
     except ImportError as error:
         package = PACKAGES[peer.library]
@@ -64,6 +72,18 @@ def real_peer(peer: Peer, model) -> Cache:
         ) from error
     except ValueError as error:
         raise UnsupportedModel(f"transformers' QuantizedCache refuses this model: {error}") from error
+
+
+@cache
+def _tell_of_lock() -> None:
+    """quanto compiles when it is first used, and waits without a word, for ever, for a lock that was left behind."""
+    package = find_spec("optimum") and find_spec("optimum.quanto")
+    for folder in package.submodule_search_locations if package else ():
+        for lock in Path(folder).rglob("build/lock"):
+            log.warning(
+                "quanto waits until %s is gone: another process compiles, or was killed as it did; then delete it",
+                lock,
+            )
 
 
 def check_peer(peer: Peer, model) -> None:

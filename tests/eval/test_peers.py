@@ -1,4 +1,5 @@
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,3 +82,17 @@ def test_versions_that_have_grown_apart_are_a_sentence(name, model, monkeypatch)
     monkeypatch.setattr(kind, "_quantize", lambda self, tensor, axis, scale: tensor)
     with pytest.raises(UnsupportedModel, match=f"{peers.PACKAGES[name]} and transformers .* do not work together"):
         check_peer(peer(name, 2), model)
+
+
+@pytest.mark.parametrize("name", [LIBRARIES[0]])
+def test_a_lock_that_quanto_waits_for_is_told(name, model, monkeypatch, tmp_path, caplog):
+    lock = tmp_path / "library" / "extensions" / "cpp" / "build" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(peers, "find_spec", lambda name: spec)
+    peers._tell_of_lock.cache_clear()
+    for _ in range(2):
+        real_peer(peer(name, 4), model)
+    assert caplog.text.count(f"quanto waits until {lock} is gone") == 1
+    peers._tell_of_lock.cache_clear()
