@@ -101,20 +101,25 @@ def extra_tables(facts: dict) -> list[tuple[str, tuple[str, ...], list[tuple[str
     by_name = {row["method"]: row for row in _measured(facts["rows"])}
     found = []
     for title, names in facts["contrasts"].items():
-        rows = [_cells(by_name[name]) for name in names if name in by_name]
-        if len(rows) > 1:
-            found.append((title, HEADER[:-1], rows))
+        members = [by_name[name] for name in names if name in by_name]
+        if len(members) > 1:
+            found.append((title + _on_texts(members), HEADER[:-1], list(map(_cells, members))))
     spread = [_spread(title, pattern, by_name) for title, pattern in facts["spreads"].items()]
     if any(spread):
         found.append(("Spread: mean, lowest and highest", SPREAD, [row for row in spread if row]))
     return found
 
 
+def _on_texts(rows: list[dict]) -> str:
+    """A warning where methods are measured on texts of their own, which the perplexity of the model tells."""
+    return " (on different texts)" if len({row["ppl_fp"] for row in rows}) > 1 else ""
+
+
 def _spread(title: str, pattern: str, by_name: dict[str, dict]) -> tuple[str, ...]:
     rows = [row for name, row in by_name.items() if fnmatchcase(name, pattern)]
     if len(rows) < 2:
         return ()
-    cells = [title, str(len(rows))]
+    cells = [title + _on_texts(rows), str(len(rows))]
     for key, form in (("rise", "{:+.2%}"), ("kl", "{:.4f}"), ("outlier_hit_rate_key", "{:.2%}")):
         values = [row[key] for row in rows if key in row]
         cells += (

@@ -43,6 +43,10 @@ def test_methods_on_other_texts_do_not_compete(facts):
     facts["rows"] = [row("a", 3, 0.1), row("b", 4, 0.2, ppl_fp=9.0)]
     assert frontier.frontier_of(facts["rows"]) == set()
     assert "full precision has perplexity 9.00 or 20.00" in frontier.introduction(facts)
+    facts |= {"contrasts": {"Both": ["a", "b"]}, "spreads": {"both": "*"}}
+    (contrast, *_), (_, _, [spread]) = frontier.extra_tables(facts)
+    assert contrast == "Both (on different texts)"
+    assert spread[0] == "both (on different texts)"
 
 
 def test_what_is_printed(facts, tmp_path):
