@@ -167,7 +167,7 @@ def _eval_problems(settings: Settings) -> Iterator[str]:
         if getattr(ev, key) and not ev.text:
             yield f"eval.{key} is for eval.text=...: give that too, or data.eval_path for held-out text"
     if ev.text is Text.textfile and not (ev.text_path or ev.text_eval_path):
-        yield "eval.text=textfile needs eval.text_eval_path=<file, folder or glob>"
+        yield "eval.text=textfile needs eval.text_eval_path=<file, folder or glob>, or eval.text_path (the last tenth)"
     yield from _at_least("eval.chunk", ev.chunk, 1)
     yield from _at_least("eval.needle_trials", ev.needle_trials, 0)
     yield from _at_least("eval.sample_tokens", ev.sample_tokens, 0)

@@ -143,14 +143,15 @@ def explain(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}; give another place with runs_root=... or run_dir=..."
     lines = _telling(error)
+    if dotted := re.search(r"frontier\.sets\.[^.=]+\.([^=]*\.[^=]*)=", str(getattr(error, "override", lines[0]))):
+        return f"{dotted[1]} has a dot: write a method's name without, as in +frontier.sets.mine.NAME='quant=...'"
     if isinstance(error, OverrideParseException):
-        return f"{error.override!r} cannot be read ({lines[-1]}): write key=value, and quote what has commas or spaces"
+        how = r"quote what has commas or spaces, and put \ before an apostrophe"
+        return f"{error.override!r} cannot be read ({lines[-1]}): write key=value, {how}"
     if unknown := re.match(r"Could not override '([^']+)'", lines[0]):
         return unknown_key(unknown[1])
     if several := re.match(r"Ambiguous value for argument '(.+)'", lines[0]):
         return f"{several[1]} has several values: add -m to run one after the other, or write key=[a,b] for a list"
-    if dotted := re.search(r"frontier\.sets\.[^.=]+\.([^=]*\.[^=]*)=", lines[0]):
-        return f"{dotted[1]} has a dot: write a method's name without, as in +frontier.sets.mine.NAME='quant=...'"
     if wrong := re.match(r"Error merging override (.+)", lines[0]):
         reason = lines[1][0].lower() + lines[1][1:]
         return f"{wrong[1]}: {'a value is needed' if 'is not Optional' in reason else reason}"

@@ -135,10 +135,11 @@ def test_a_mistake_is_a_sentence_and_exit_code_1(kvcalib_command, argument, word
     assert all(word in done.stderr for word in words), done.stderr
 
 
-def test_a_dot_in_the_name_of_a_method_is_a_sentence(kvcalib_command):
-    done = kvcalib_command("experiment=frontier", "+frontier.sets.mine.mixed4.55='quant=mixed4'", fake=False)
+@pytest.mark.parametrize("name", ["mixed4.55", "k3.5v2"])
+def test_a_dot_in_the_name_of_a_method_is_a_sentence(kvcalib_command, name):
+    done = kvcalib_command("experiment=frontier", f"+frontier.sets.mine.{name}='quant=mixed4'", fake=False)
     assert done.returncode == 1
-    assert done.stderr.startswith("kvcalib: mixed4.55 has a dot: ")
+    assert done.stderr.startswith(f"kvcalib: {name} has a dot: ")
     assert done.stderr.count("\n") == 1
 
 

@@ -99,7 +99,8 @@ def load_text(corpus: Corpus, split: str) -> str:
     if corpus.eval_path is not None:
         check_held_out(corpus, corpus)
     if files:
-        text, where = _read_all(corpus.name, files), str(files[0]) if len(files) == 1 else f"{len(files)} files"
+        key = "eval_path" if split == "evaluation" and corpus.eval_path is not None else "path"
+        text, where = _read_all(corpus.name, files), f"{corpus.prefix}{key}={getattr(corpus, key)}"
     else:
         text, where = SOURCES[corpus.name](corpus, split), f"{corpus.prefix[:-1]}={corpus.name}"
     if files and corpus.is_cut:
@@ -119,8 +120,7 @@ def check_held_out(calibrates: Corpus, judges: Corpus) -> None:
         if shared := {*calibrating} & {*judging}:
             key = f"{judges.prefix}{'eval_path' if judges.eval_path is not None else 'path'}"
             raise ConfigError(
-                f"{key}: {min(shared)} is calibration text too (data.path={calibrates.path}); give other files, "
-                f"or leave {key} out"
+                f"{key}: {min(shared)} is calibration text too (data.path={calibrates.path}); give other files"
             )
 
 
@@ -186,7 +186,8 @@ def files_of(path: str, key: str = "data.path") -> list[Path]:
         found = [root] if root.is_file() else [Path(p) for p in glob.glob(str(root))]
     files = sorted(p for p in found if p.is_file())
     if not files:
-        raise MissingInput(f"{path}: no such file ({key})")
+        what = "a folder without files" if root.is_dir() else "no such file"
+        raise MissingInput(f"{path}: {what} ({key})")
     return files
 
 

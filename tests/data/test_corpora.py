@@ -162,7 +162,7 @@ def test_missing_files_are_named(name, tmp_path):
 def test_blank_text_is_refused(tmp_path):
     file = tmp_path / "blank.txt"
     file.write_text(" \n\n\t\n" * 50)
-    with pytest.raises(MissingInput, match=r"blank\.txt is blank"):
+    with pytest.raises(MissingInput, match=r"calibration text of data\.path=.*blank\.txt is blank"):
         load_text("textfile", str(file), "calibration")
 
 
@@ -294,6 +294,11 @@ def test_offline_is_a_sentence_at_once(name, monkeypatch, tmp_path):
     assert time.monotonic() - begun < 5
     assert "refused" in str(caught.value)
     assert config.HF_HUB_OFFLINE is False
+
+
+def test_a_folder_without_files(tmp_path):
+    with pytest.raises(MissingInput, match=r"a folder without files \(data\.path\)$"):
+        files_of(str(tmp_path))
 
 
 def test_files_of_expands_folders_deeply(tmp_path):
