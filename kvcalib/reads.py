@@ -1,8 +1,8 @@
 """What each stage reads: the settings that decide its result, as nested dicts of JSON types.
 
 The planner compares them. A function has the name of its stage (`peer`: `measure` for another library's cache;
-`gradients`: the part that stage fisher is called with). Text counts by
-its content and weights by size and time, so that a moved file is the same text.
+`gradients`: the part that stage fisher is called with). Text counts by its content and weights by size and time, so
+that a moved file is the same text.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def validate(artifact: Artifact) -> None:
 
 
 def _stamp(artifact: Artifact) -> list:
-    """(layer, field, tensor, version) of everything that kernels read."""
+    """(layer, tensor, version) of everything that kernels read."""
     return [
         (index, tensor, None if tensor is None or tensor.is_inference() else tensor._version)
         for index, layer in artifact.layers.items()
